@@ -1,0 +1,48 @@
+"""cp_gdn: context-parallel training of Gated DeltaNet layers on torch.distributed, bit for bit.
+
+Start with `reference.py` (what is computed), then `layout.py` (who owns which tokens), `op.py` (the pipeline).
+"""
+
+from cp_gdn._version import __version__
+from cp_gdn.comm import Comm, CommFailed, PlanDisagreement
+from cp_gdn.context import Context, build_context
+from cp_gdn.conv import causal_conv1d
+from cp_gdn.entries import backward, chunk_gated_delta_rule, forward
+from cp_gdn.later import RecomputeHandle, Workspace
+from cp_gdn.layer import GatedDeltaNet
+from cp_gdn.layout import Fragment, Partition, partition
+from cp_gdn.loss import token_mean_loss
+from cp_gdn.op import InputGradients, Saved
+from cp_gdn.options import Options
+from cp_gdn.packing import packed_qkv_views
+from cp_gdn.sharding import positions, shard, shift_labels, unshard
+from cp_gdn.twin import twin
+
+__all__ = [
+    "Comm",
+    "CommFailed",
+    "Context",
+    "Fragment",
+    "GatedDeltaNet",
+    "InputGradients",
+    "Options",
+    "Partition",
+    "PlanDisagreement",
+    "RecomputeHandle",
+    "Saved",
+    "Workspace",
+    "__version__",
+    "backward",
+    "build_context",
+    "causal_conv1d",
+    "chunk_gated_delta_rule",
+    "forward",
+    "packed_qkv_views",
+    "partition",
+    "positions",
+    "shard",
+    "shift_labels",
+    "token_mean_loss",
+    "twin",
+    "unshard",
+]

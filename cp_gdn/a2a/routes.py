@@ -1,0 +1,130 @@
+"""All-to-all: rank j owns heads [j Hg, (j + 1) Hg) of every chain. What each rank ships to the owners, and the hops an
+owner takes.
+
+A rank ships, per fragment of a chain that crosses ranks: the exit state where the chain starts (a head), the map and
+    offset rows where
+it continues (a middle), nothing where it ends. Every fragment but the first asks for its entry state back. Order
+everywhere: rank, then slot, so that both ends cut their messages alike.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from cp_gdn.chains import Chains, HopBuilder, Hops
+from cp_gdn.layout import Partition
+from cp_gdn.plan import Index, Ints, chunk_counts, segment_counts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnerRoutes:
+    """One direction of the a2a exchange of one rank.
+
+    Attributes:
+        head_states: states this rank ships as chain starts. offset_rows, map_rows: rows it ships for its middles.
+        replies: states that come back, one per fragment that is not the first of its chain.
+        num_heads, num_rows, num_replies: [W] the same counts of every rank.
+        hops: what an owner does; states are replies first, then scratch; offset rows are heads first, then offsets.
+        num_states: rows of the owner's state buffer.
+    """
+
+    head_states: Index
+    offset_rows: Index
+    map_rows: Index
+    replies: Index
+    num_heads: tuple[int, ...]
+    num_rows: tuple[int, ...]
+    num_replies: tuple[int, ...]
+    hops: tuple[Hops, ...]
+    num_states: int
+
+    def owned_shape(self, rank: int, world_size: int, state: tuple[int, int, int]) -> tuple[int, int, int, int]:
+        """Shape of the maps that ``rank`` receives as an owner, for states of shape ``state`` (HV, K, V)."""
+        heads = heads_of(rank, world_size, state[0])
+        return sum(self.num_rows), heads.stop - heads.start, state[1], state[1]
+
+
+def heads_of(rank: int, world_size: int, num_value_heads: int) -> slice:
+    """The value heads that ``rank`` owns; empty for the last ranks when there are more ranks than heads."""
+    per_rank = -(-num_value_heads // world_size)
+    return slice(min(rank * per_rank, num_value_heads), min((rank + 1) * per_rank, num_value_heads))
+
+
+def build_owner_routes(part: Partition, builder: HopBuilder, chains: Chains) -> OwnerRoutes | None:
+    """Routes of one direction; None when no chain of the pack crosses ranks."""
+    order, rank_of, plan = chains.order, builder.rank_of, builder.plan
+    crossing = np.flatnonzero(order.crosses)
+    if not len(crossing):
+        return None
+    first, last = order.before[crossing] < 0, order.after[crossing] < 0
+    heads, middles, asks = crossing[first], crossing[~first & ~last], crossing[~first]
+    mine = chains.mine
+    my_heads = heads[rank_of[heads] == plan.rank] - mine.start
+    my_middles = middles[rank_of[middles] == plan.rank] - mine.start
+    my_asks = asks[rank_of[asks] == plan.rank] - mine.start
+    offset_rows, map_rows = _rows_of_middles(builder, my_middles)
+    counts = _row_counts(part, builder, middles)
+    hops, num_states = _owner_hops(chains, heads, middles, asks, counts)
+
+    def per_rank(rows: Ints, weights: Ints | None = None) -> tuple[int, ...]:
+        return tuple(np.bincount(rank_of[rows], weights, part.world_size).astype(np.int64).tolist())
+
+    return OwnerRoutes(
+        head_states=chains.exit_state[my_heads],
+        offset_rows=offset_rows,
+        map_rows=map_rows,
+        replies=builder.segment(my_asks, 0),
+        num_heads=per_rank(heads),
+        num_rows=per_rank(middles, counts),
+        num_replies=per_rank(asks),
+        hops=hops,
+        num_states=num_states,
+    )
+
+
+def _row_counts(part: Partition, builder: HopBuilder, rows: Ints) -> Ints:
+    """Map rows that each fragment ships: one composed map, or in grid mode one per segment."""
+    if not builder.plan.grid:
+        return np.ones(len(rows), dtype=np.int64)
+    table = part.table
+    return segment_counts(chunk_counts(table.offset[rows], table.length[rows]), 0, builder.plan.grid)
+
+
+def _rows_of_middles(builder: HopBuilder, slots: Ints) -> tuple[Ints, Ints]:
+    """Offset and map rows of this rank's middles, in the order in which a state passes them; maps always in forward
+    order."""
+    if not builder.plan.grid:
+        return builder.row_of_slot[slots], builder.maps.of_slot[slots]
+    count = builder.count[slots]
+    owner = np.repeat(slots, count)
+    k = np.arange(len(owner)) - np.repeat(np.cumsum(count) - count, count)
+    passed = builder.segment(owner, k)
+    forward = builder.segments.of_slot[owner] + k
+    return builder.row_of_segment[passed], builder.maps.of_segment[forward]
+
+
+def _owner_hops(chains: Chains, heads: Ints, middles: Ints, asks: Ints, counts: Ints) -> tuple[tuple[Hops, ...], int]:
+    """Entry states of all chains, one position of the chain after the other, segment by segment where rows are many."""
+    size, order = len(chains.order.before), chains.order
+    head_row, first_row, row_count, reply = (np.full(size, -1, dtype=np.int64) for _ in range(4))
+    head_row[heads] = np.arange(len(heads))
+    first_row[middles], row_count[middles] = np.cumsum(counts) - counts, counts
+    reply[asks] = np.arange(len(asks))
+    hops, scratch = [], len(asks)
+    position = order.position[asks]
+    for p in range(1, int(position.max()) + 1):
+        here = asks[position == p]
+        source = order.before[here]
+        if p == 1:
+            hops.append(Hops(dst=reply[here], src=reply[here], offset_row=head_row[source], map_row=None))
+            continue
+        passing = scratch + np.arange(len(here))
+        for k in range(int(row_count[source].max())):
+            some = row_count[source] > k
+            rows, count = first_row[source[some]], row_count[source[some]]
+            src = passing[some] if k else reply[source[some]]
+            dst = np.where(count == k + 1, reply[here[some]], passing[some])
+            map_row = rows + (count - 1 - k if chains.reverse else k)
+            hops.append(Hops(dst=dst, src=src, offset_row=len(heads) + rows + k, map_row=map_row))
+    widest = int(np.bincount(position).max())
+    return tuple(hops), scratch + widest

@@ -1,0 +1,42 @@
+"""The algebra of summaries: the only place that multiplies maps. S_out = M S_in + B; the adjoint dS_in = M^T dS_out +
+Bt.
+
+Order and precision, stated once: one matrix product per map and state, in the dtype of the states (fp32, or fp64 for
+    fp64 inputs),
+never TF32. Every product has the same shape whatever the number of heads, documents or segments in the call, so that a
+library that picks its algorithm by batch size cannot change bits; entry states are always reached hop by hop from the
+chain's start.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from cp_gdn.chains import Hops
+
+
+def apply(maps: Tensor, states: Tensor, *, adjoint: bool) -> Tensor:
+    """M S (or M^T S) per row and head: maps [n, HV, K, K], states [n, HV, K, X] -> [n, HV, K, X]."""
+    out = torch.empty_like(states)
+    flat = zip(maps.flatten(0, 1), states.flatten(0, 1), out.flatten(0, 1), strict=True)
+    for m, s, product in flat:
+        torch.mm(m.mT if adjoint else m, s, out=product)
+    return out
+
+
+def run(hops: Iterable[Hops], states: Tensor, maps: Tensor, offsets: Tensor | None, *, adjoint: bool = False) -> None:
+    """Take hops one after the other, in place: states[dst] = M[map_row] states[src] + offsets[offset_row].
+
+    Args:
+        hops: uploaded hops; those without maps copy their offset.
+        states: [n, HV, K, X], read at src and written at dst.
+        maps: [m, HV, K, K]. offsets: [b, HV, K, X], or None for products of maps alone.
+    """
+    for hop in hops:
+        if hop.map_row is None:
+            assert offsets is not None
+            states[hop.dst] = offsets[hop.offset_row]
+            continue
+        out = apply(maps[hop.map_row], states[hop.src], adjoint=adjoint)
+        states[hop.dst] = out if offsets is None else out.add_(offsets[hop.offset_row])

@@ -1,0 +1,220 @@
+"""What one GPU's kernels cost: the constants of the step model, their file, and their fit to measured rows.
+
+All times are whole nanoseconds, so that every rank predicts the same integers. A file written by `Calibration.save`:
+
+    {"format": "cp_gdn calibration", "version": 1, "device": "NVIDIA H200", "sm_count": 132, "source": "...",
+     "times_ns": {"prepare": 500, ...}, "settings": {"decayed_permille": 0, ...}}
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+FORMAT, VERSION = "cp_gdn calibration", 1
+RIDGE = 1e-3
+"""Pull of a fit towards the constants it starts from: it settles what the rows leave open and biases the rest by about
+its square."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Times:
+    """Nanoseconds; the walks, prepare and grad per chunk and value head on one SM.
+
+    Attributes:
+        prepare, grad: the stages without a chain.
+        walk_output, walk_states, walk_adjoint: the walks that emit o, S and Vn, dS and dV.
+        walk_summary: the walk for B, and again for M. adjoint_summary: the adjoint walk for the offset alone.
+        segment: start and end of a segment on its SM. fold_hop: one hop of a fold or of a composition.
+        launch: one kernel launch. exchange: one message hop. link_mib: one MiB on the link.
+    """
+
+    prepare: int
+    walk_output: int
+    walk_states: int
+    walk_adjoint: int
+    walk_summary: int
+    adjoint_summary: int
+    grad: int
+    segment: int
+    fold_hop: int
+    launch: int
+    exchange: int
+    link_mib: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """What is not a time.
+
+    Attributes:
+        decayed_permille: share of the maps that the decay bound removes; 0 plans for gates that never decay.
+        item_chunks: short segments of a head are walked in runs of about this many chunks.
+        max_chunks: most chunks of one segment when a document is split.
+        fold_blocks: thread blocks of a fold that run at once on one SM.
+    """
+
+    decayed_permille: int = 0
+    item_chunks: int = 24
+    max_chunks: int = 256
+    fold_blocks: int = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Calibration:
+    """The constants of one GPU.
+
+    `device` is looked for in the name that the driver gives; `source` says where the figures come from.
+    """
+
+    device: str
+    sm_count: int
+    source: str
+    times: Times
+    settings: Settings = Settings()
+
+    def save(self, path: str | Path) -> None:
+        data = {"format": FORMAT, "version": VERSION, "device": self.device, "sm_count": self.sm_count}
+        data |= {"source": self.source, "times_ns": asdict(self.times), "settings": asdict(self.settings)}
+        Path(path).write_text(json.dumps(data, indent=1) + "\n")
+
+
+H200_MODEL = Calibration(
+    device="H200",
+    sm_count=132,
+    source="design figures of the Hopper kernels, not yet calibrated",
+    times=Times(
+        prepare=500,
+        walk_output=2400,
+        walk_states=2700,
+        walk_adjoint=2900,
+        walk_summary=850,
+        adjoint_summary=2400,  # the tensor work of the walk that emits o, with fewer bytes
+        grad=4700,
+        segment=3000,  # 64 KiB of entry state at 32 KB/us, and filling the pipeline
+        fold_hop=1100,
+        launch=6400,  # measured: 6.0-6.4 us of host time
+        exchange=60_000,  # measured: 30-90 us whatever the size up to 12 MiB
+        link_mib=3500,  # measured: 64 MiB in 0.14-0.37 ms
+    ),
+)
+KNOWN = (H200_MODEL,)
+
+
+def calibration_for(device_name: str, sm_count: int | None = None) -> tuple[Calibration, str]:
+    """The constants for a GPU by the driver's name, or for "cpu", and a note of what was assumed ("" if nothing).
+
+    Constants are per SM, so a GPU that is not in the table counts as its share of an H200 of 132 SMs.
+    """
+    if device_name == "cpu":
+        return H200_MODEL, f"cpu: planned as one H200 of {H200_MODEL.sm_count} SMs"
+    for known in KNOWN:
+        if known.device in device_name and sm_count in (None, known.sm_count):
+            return known, ""
+    sm_count = H200_MODEL.sm_count if sm_count is None else sm_count
+    note = (
+        f"{device_name} with {sm_count} SMs is not calibrated: H200 constants, {sm_count} of {H200_MODEL.sm_count} SMs"
+    )
+    return replace(H200_MODEL, device=device_name, sm_count=sm_count, source=note), note
+
+
+# ---- file ------------------------------------------------------------------------------------------------------------
+
+
+def load_calibration(path: str | Path) -> Calibration:
+    """Read what `Calibration.save` wrote. ValueError names the file, the entry, what was got and what was expected."""
+    try:
+        data = json.loads(Path(path).read_text())
+    except OSError as error:
+        raise ValueError(
+            f"calibration {path}: cannot be read ({error.strerror}); write one with cp-gdn bench --calibrate"
+        ) from None
+    except ValueError as error:
+        raise ValueError(f"calibration {path}: not JSON ({error})") from None
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise ValueError(f'calibration {path}: expected an object with "format": "{FORMAT}"')
+    if data.get("version") != VERSION:
+        raise ValueError(
+            f"calibration {path}: got version {data.get('version')!r}, expected {VERSION}; calibrate again"
+        )
+    for name in ("device", "source"):
+        if not isinstance(data.get(name), str):
+            raise ValueError(f"calibration {path}: {name}: got {data.get(name)!r}, expected a string")
+    return Calibration(
+        device=data["device"],
+        sm_count=_whole(path, "sm_count", data.get("sm_count"), 1),
+        source=data["source"],
+        times=Times(**_numbers(path, "times_ns", data.get("times_ns"), Times)),
+        settings=Settings(**_numbers(path, "settings", data.get("settings"), Settings)),
+    )
+
+
+def _numbers(path: str | Path, entry: str, got: Any, kind: type[Times] | type[Settings]) -> dict[str, int]:
+    expected = [field.name for field in fields(kind)]
+    if not isinstance(got, dict) or set(got) != set(expected):
+        names = sorted(got) if isinstance(got, dict) else got
+        raise ValueError(f"calibration {path}: {entry}: got {names}, expected exactly {sorted(expected)}")
+    least = {"item_chunks": 1, "max_chunks": 1, "fold_blocks": 1}
+    return {name: _whole(path, f"{entry}.{name}", got[name], least.get(name, 0)) for name in expected}
+
+
+def _whole(path: str | Path, entry: str, got: Any, least: int) -> int:
+    if type(got) is not int or got < least:
+        raise ValueError(f"calibration {path}: {entry}: got {got!r}, expected an int >= {least}")
+    return got
+
+
+# ---- fit -------------------------------------------------------------------------------------------------------------
+
+
+def fit(
+    base: Calibration, rows: Sequence[tuple[Mapping[str, float], float]], source: str
+) -> tuple[Calibration, np.ndarray]:
+    """`base` with its times fitted to measured rows.
+
+    Args:
+        base: where the fit starts; a constant on which no row bears keeps its value.
+        rows: (quantities, measured ns); quantities by the names of `Times`, as `cost_model.quantities` counts them,
+            or one kernel's alone. Least squares of relative errors, non-negative.
+        source: what was measured, for the file.
+
+    Returns:
+        The calibration, and predicted / measured - 1 of every row, float64 [rows].
+    """
+    names = [field.name for field in fields(Times)]
+    start = np.array([max(1, getattr(base.times, name)) for name in names], dtype=np.float64)
+    measured = np.array([ns for _, ns in rows], dtype=np.float64)
+    unknown = {name for quantities, _ in rows for name in quantities} - set(names)
+    if unknown:
+        raise ValueError(f"rows: got quantities {sorted(unknown)}, expected names among {names}")
+    if not len(rows) or not (np.isfinite(measured) & (measured > 0)).all():
+        raise ValueError(f"rows: got times {measured.tolist()} ns, expected at least one, each positive")
+    design = np.array([[quantities.get(name, 0.0) for name in names] for quantities, _ in rows]) / measured[:, None]
+    pulled = np.vstack([design * start, RIDGE * np.eye(len(names))])
+    share = _nonnegative_lstsq(pulled, np.concatenate([np.ones(len(rows)), np.full(len(names), RIDGE)]))
+    times = {name: round(float(value)) for name, value in zip(names, share * start, strict=True)}
+    errors: np.ndarray = design @ np.array(list(times.values())) - 1
+    return replace(base, times=Times(**times), source=source), errors
+
+
+def _nonnegative_lstsq(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """x >= 0 with the least |a x - b| (Lawson and Hanson's active set); the columns of `a` are independent."""
+    x, free = np.zeros(a.shape[1]), np.zeros(a.shape[1], dtype=bool)
+    while True:
+        gradient = np.where(free, -np.inf, a.T @ (b - a @ x))
+        if gradient.max() <= 1e-9:
+            return x
+        free[gradient.argmax()] = True
+        while True:
+            trial = np.zeros_like(x)
+            trial[free] = np.linalg.lstsq(a[:, free], b, rcond=None)[0]
+            falling = free & (trial <= 0)
+            if not falling.any():
+                break
+            x += (x[falling] / (x[falling] - trial[falling])).min() * (trial - x)
+            free &= x > 1e-12
+            x[~free] = 0.0
+        x = trial

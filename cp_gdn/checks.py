@@ -1,0 +1,71 @@
+"""What a call is checked for, in this order, before anything is computed or sent: device, layout, dtype, shapes."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from cp_gdn.backends.precision import state_dtype
+
+if TYPE_CHECKING:
+    from cp_gdn.context import Context
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def check_tensor(name: str, x: object, ctx: "Context", shape: Sequence[int], dtypes: Sequence[torch.dtype]) -> None:
+    """Refuse ``x`` unless it is a dense tensor of ``shape`` on the context's device in one of ``dtypes``."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: got {type(x).__name__}, expected a tensor")
+    if x.device.type != ctx.device.type or (ctx.device.index is not None and x.device.index != ctx.device.index):
+        raise ValueError(
+            f"{name}: got device {x.device}, expected {ctx.device}; move it, or build a context for its device"
+        )
+    if x.layout != torch.strided:
+        raise TypeError(f"{name}: got layout {x.layout}, expected a dense (strided) tensor")
+    if x.dtype not in dtypes:
+        raise TypeError(
+            f"{name}: got dtype {x.dtype}, expected {' or '.join(map(str, dtypes))} (the context's dtype decides)"
+        )
+    if tuple(x.shape) != tuple(shape):
+        raise ValueError(
+            f"{name}: got shape {tuple(x.shape)}, expected {tuple(shape)}: this rank holds {ctx.num_tokens} of the "
+            f"pack's {ctx.partition.num_tokens} tokens (boundaries are those of the whole pack), heads={ctx.heads}, "
+            f"head_dims={ctx.head_dims}"
+        )
+
+
+def token_shape(x: object, *dims: int) -> tuple[int, ...]:
+    """``dims`` with the leading 1 that a batched tensor carries."""
+    return (1, *dims) if isinstance(x, Tensor) and x.dim() == len(dims) + 1 else dims
+
+
+def check_inputs(ctx: "Context", q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> None:
+    """q, k [1, T, H, K] or [T, H, K], v [.., HV, V], g and beta [.., HV], all alike with or without the leading 1."""
+    (heads, value_heads), (key_dim, value_dim), tokens = ctx.heads, ctx.head_dims, ctx.num_tokens
+    gates = tuple(dict.fromkeys((state_dtype(ctx.dtype), ctx.dtype)))
+    lead = token_shape(q, tokens, heads, key_dim)[:-3]
+    check_tensor("q", q, ctx, (*lead, tokens, heads, key_dim), (ctx.dtype,))
+    check_tensor("k", k, ctx, (*lead, tokens, heads, key_dim), (ctx.dtype,))
+    check_tensor("v", v, ctx, (*lead, tokens, value_heads, value_dim), (ctx.dtype,))
+    check_tensor("g", g, ctx, (*lead, tokens, value_heads), gates)
+    check_tensor("beta", beta, ctx, (*lead, tokens, value_heads), gates)
+
+
+def check_state(name: str, x: Tensor | None, ctx: "Context", docs: int) -> None:
+    """A compact state tensor: one row [HV, K, V] per document, in the dtype of states."""
+    if x is not None:
+        check_tensor(name, x, ctx, (docs, ctx.heads[1], *ctx.head_dims), (state_dtype(ctx.dtype),))
+
+
+def check_heads(heads: object, head_dims: object) -> tuple[tuple[int, int], tuple[int, int]]:
+    """(H, HV) with HV a multiple of H, and (K, V), all positive."""
+    pairs = []
+    for name, pair in (("heads", heads), ("head_dims", head_dims)):
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not all(type(n) is int and n > 0 for n in pair):
+            raise ValueError(f"{name}: got {pair!r}, expected two positive ints")
+        pairs.append((pair[0], pair[1]))
+    if pairs[0][1] % pairs[0][0]:
+        raise ValueError(f"heads: got {pairs[0]}, expected the value heads to be a multiple of the query/key heads")
+    return pairs[0], pairs[1]

@@ -1,0 +1,1 @@
+"""The command line: `cp-gdn` and `python -m cp_gdn`."""

@@ -1,0 +1,67 @@
+"""The demo's byte-level language model: Gated DeltaNet and SwiGLU blocks between an embedding and a head."""
+
+import torch
+from torch import Tensor, nn
+
+from cp_gdn.context import Context
+from cp_gdn.gates import silu
+from cp_gdn.layer import GatedDeltaNet
+
+NUM_BYTES = 256
+HIDDEN = 96
+NUM_BLOCKS = 2
+HEADS = (2, 4)
+HEAD_DIMS = (32, 32)
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(hidden, 4 * hidden, bias=False)
+        self.down = nn.Linear(2 * hidden, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(silu(gate) * up)
+
+
+class Block(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.mixer_norm, self.mlp_norm = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
+        self.mixer = GatedDeltaNet(hidden, heads=HEADS, head_dims=HEAD_DIMS)
+        self.mlp = SwiGLU(hidden)
+
+    def forward(self, x: Tensor, ctx: Context) -> Tensor:
+        x = x + self.mixer(self.mixer_norm(x), ctx)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class ByteModel(nn.Module):
+    """ids [1, T] of this rank's tokens -> logits [1, T, 256]; only the mixers look at other tokens, through `ctx`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(NUM_BYTES, HIDDEN)
+        self.blocks = nn.ModuleList(Block(HIDDEN) for _ in range(NUM_BLOCKS))
+        self.norm = nn.RMSNorm(HIDDEN)
+        self.head = nn.Linear(HIDDEN, NUM_BYTES, bias=False)
+
+    @property
+    def conv(self) -> tuple[int, int]:
+        """(channels, width) of the mixers' convolutions, for `build_context`."""
+        mixer = self.blocks[0].mixer
+        assert isinstance(mixer, GatedDeltaNet)
+        return mixer.conv_channels, mixer.conv_width
+
+    def forward(self, ids: Tensor, ctx: Context) -> Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x, ctx)
+        return self.head(self.norm(x))
+
+
+def build_model(seed: int, device: torch.device) -> ByteModel:
+    """The same parameters on every rank and for every world size: drawn on the CPU from the seed."""
+    torch.manual_seed(seed)
+    return ByteModel().to(device)

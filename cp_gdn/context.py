@@ -1,0 +1,258 @@
+"""A context: partition, plan, routes and tables of one pack on this rank, built once and shared by all layers and
+steps."""
+
+import hashlib
+import logging
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cp_gdn._version import __version__
+from cp_gdn.backends.precision import state_dtype
+from cp_gdn.backends.torch_backend import TorchBackend
+from cp_gdn.backends.torch_chunked import padded
+from cp_gdn.chains import HopBuilder, build_chains, build_maps
+from cp_gdn.checks import DTYPES, check_heads
+from cp_gdn.comm import Comm
+from cp_gdn.exchange import Choice, Routes, build_routes, choose_exchange
+from cp_gdn.halo import MAX_WIDTH, Halo, build_halo, device_halo
+from cp_gdn.layout import Partition
+from cp_gdn.options import Options
+from cp_gdn.plan import Plan, build_plan
+from cp_gdn.schedule import Schedule, build_schedule
+from cp_gdn.segments import SegmentChoice, resolve_segments
+from cp_gdn.tables import upload
+
+log = logging.getLogger("cp_gdn")
+
+CONTEXTS: "weakref.WeakValueDictionary[int, Context]" = weakref.WeakValueDictionary()
+"""Contexts by the int handle that a `torch.library` operator can carry; entries die with their context."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Context:
+    """Everything that is fixed for a pack. Build it with `build_context`; its digest is agreed by all ranks.
+
+    Attributes:
+        heads: (H, HV). head_dims: (K, V). dtype: of q, k, v and o. conv: (channels, width) of the convolution, or None.
+        segments, exchange: what was chosen and why. backend: the stages of this rank.
+        plan, schedule, routes, halo: see their modules; tables are on ``device``.
+        last_call: what the last call on this context did and why.
+    """
+
+    partition: Partition
+    comm: Comm
+    device: torch.device
+    heads: tuple[int, int]
+    head_dims: tuple[int, int]
+    dtype: torch.dtype
+    conv: tuple[int, int] | None
+    options: Options
+    segments: SegmentChoice
+    choice: Choice
+    plan: Plan
+    schedule: Schedule
+    routes: Routes
+    halo: Halo | None
+    backend: TorchBackend
+    asked: dict[str, Any]
+    last_call: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        CONTEXTS[id(self)] = self
+
+    @property
+    def handle(self) -> int:
+        """Key of this context in `CONTEXTS`."""
+        return id(self)
+
+    @property
+    def rank(self) -> int:
+        return self.comm.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.comm.size
+
+    @property
+    def exchange(self) -> str:
+        """``"ring"``, ``"a2a"``, or ``"none"`` where nothing crosses ranks."""
+        return self.choice.kind
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that this rank holds."""
+        return self.plan.num_tokens
+
+    @property
+    def entry_docs(self) -> tuple[int, ...]:
+        """Documents whose initial state this rank takes: row i of ``initial_state`` is document entry_docs[i]."""
+        return tuple(self.plan.entry_docs.tolist())
+
+    @property
+    def exit_docs(self) -> tuple[int, ...]:
+        """Documents whose final state this rank returns: row i of ``final_state`` is document exit_docs[i]."""
+        return tuple(self.plan.exit_docs.tolist())
+
+    @property
+    def token_ids(self) -> Tensor:
+        """Global index of each local token, int64 [T] on the device."""
+        return self.schedule.token_ids
+
+    @property
+    def positions(self) -> Tensor:
+        """Offset of each local token in its document, int64 [T] on the device."""
+        return self.schedule.positions
+
+    @property
+    def state_dtype(self) -> torch.dtype:
+        """Dtype of states, maps and messages."""
+        return state_dtype(self.dtype)
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """(HV, K, V) of a state as it is stored and sent: head dims padded to a multiple of 16."""
+        return (self.heads[1], padded(self.head_dims[0]), padded(self.head_dims[1]))
+
+    def with_heads(
+        self, heads: tuple[int, int], head_dims: tuple[int, int] | None = None, conv: tuple[int, int] | None = None
+    ) -> "Context":
+        """A context of the same pack for layers of another shape; every rank must call it."""
+        asked = {**self.asked, "heads": heads, "head_dims": head_dims or self.head_dims, "conv": conv}
+        return build_context(self.partition, self.comm, **asked)
+
+
+def build_context(
+    part: Partition,
+    comm: Comm,
+    *,
+    device: torch.device | str = "cpu",
+    heads: tuple[int, int],
+    head_dims: tuple[int, int] = (128, 128),
+    dtype: torch.dtype = torch.bfloat16,
+    conv: tuple[int, int] | None = None,
+    segments: int | Sequence[int] | str = "auto",
+    exchange: str = "auto",
+    backend: str = "auto",
+    options: Options = Options(),  # noqa: B008 - frozen
+) -> Context:
+    """Plan a pack and agree on it with every rank of ``comm``.
+
+    Args:
+        part: the partition of the whole pack. comm: its group; ``part.world_size`` ranks.
+        device: where the call's tensors live. heads: (H, HV). head_dims: (K, V). dtype: of q, k and v.
+        conv: (channels, width) of the layer's causal convolution, None without one.
+        segments: P for all ranks, a P vector, "grid:N", a rule's name or "auto". exchange: "ring", "a2a" or "auto".
+        backend: "torch" or "auto" ("hopper" is not there yet).
+
+    Raises:
+        ValueError, TypeError: an argument is refused; nothing was sent.
+        PlanDisagreement: ranks called with different arguments; every rank's value is listed, on every rank.
+    """
+    with comm.guard("build_context"):
+        asked: dict[str, Any] = {
+            "device": device,
+            "heads": heads,
+            "head_dims": head_dims,
+            "dtype": dtype,
+            "conv": conv,
+            "segments": segments,
+            "exchange": exchange,
+            "backend": backend,
+            "options": options,
+        }
+        heads, head_dims = _check_arguments(part, comm, asked)
+        picked = resolve_segments(segments, part, heads[1])
+        itemsize = state_dtype(dtype).itemsize
+        choice = choose_exchange(exchange, part, heads[1], head_dims, grid=picked.grid > 0, itemsize=itemsize)
+        plan = build_plan(part, comm.rank, p_vector=picked.p_vector, grid=picked.grid)
+        ctx = _assemble(part, comm, plan, picked, choice, asked)
+        comm.agree("context", digest_fields(ctx))
+    log.info("cp_gdn: %s over %d ranks, exchange %s (%s)", part.layout, comm.size, choice.kind, choice.reason)
+    return ctx
+
+
+def _check_arguments(part: Partition, comm: Comm, asked: dict[str, Any]) -> tuple[tuple[int, int], tuple[int, int]]:
+    if not isinstance(part, Partition):
+        raise TypeError(f"part: got {type(part).__name__}, expected the result of cp_gdn.partition")
+    if part.world_size != comm.size:
+        raise ValueError(
+            f"part: made for world_size={part.world_size}, but comm has {comm.size} ranks; partition for {comm.size}"
+        )
+    if asked["dtype"] not in DTYPES:
+        raise TypeError(f"dtype: got {asked['dtype']}, expected one of {DTYPES}")
+    if asked["backend"] == "hopper":
+        raise NotImplementedError('backend="hopper" is not there yet; use backend="torch" or "auto"')
+    if asked["backend"] not in ("auto", "torch"):
+        raise ValueError(f"backend: got {asked['backend']!r}, expected 'auto', 'torch' or 'hopper'")
+    if not isinstance(asked["options"], Options):
+        raise TypeError(f"options: got {type(asked['options']).__name__}, expected cp_gdn.Options")
+    conv = asked["conv"]
+    if conv is not None and not (len(conv) == 2 and conv[0] > 0 and 1 <= conv[1] <= MAX_WIDTH):
+        raise ValueError(
+            f"conv: got {conv!r}, expected (channels, width) with channels > 0 and width from 1 to {MAX_WIDTH}"
+        )
+    return check_heads(asked["heads"], asked["head_dims"])
+
+
+def _assemble(
+    part: Partition, comm: Comm, plan: Plan, picked: SegmentChoice, choice: Choice, asked: dict[str, Any]
+) -> Context:
+    """Tables, routes and halo of a plan, uploaded in one copy."""
+    device, conv = torch.device(asked["device"]), asked["conv"]
+    maps = build_maps(plan.segments, grid=bool(plan.grid))
+    builders = [HopBuilder(part, plan, maps, reverse=reverse) for reverse in (False, True)]
+    stepped = plan.grid > 0 and choice.kind == "ring"
+    chains = [build_chains(b, exchange_steps_segments=stepped) for b in builders]
+    schedule = build_schedule(part, plan, maps, chains)
+    routes = build_routes(choice.kind, part, builders, chains)
+    halo = None if conv is None else build_halo(part, comm.rank, conv[1])
+    schedule, routes, moved = upload((schedule, routes, halo), device)
+    options: Options = asked["options"]
+    return Context(
+        partition=part,
+        comm=comm,
+        device=device,
+        heads=tuple(asked["heads"]),
+        head_dims=tuple(asked["head_dims"]),
+        dtype=asked["dtype"],
+        conv=conv,
+        options=options,
+        segments=picked,
+        choice=choice,
+        plan=plan,
+        schedule=schedule,
+        routes=routes,
+        halo=None if moved is None else device_halo(moved),
+        backend=TorchBackend(schedule=schedule, cutoff=options.cutoff(asked["dtype"])),
+        asked=asked,
+    )
+
+
+def digest_fields(ctx: Context) -> dict[str, str]:
+    """What must be equal on every rank for messages and bits to fit, in readable form; long values as a hash."""
+    table = ctx.partition.table
+    columns = b"".join(column.tobytes() for column in (table.rank, table.doc, table.offset, table.length))
+    return {
+        "version": __version__,
+        "doc_bounds": _short(str(ctx.partition.doc_bounds)),
+        "layout": f"{ctx.partition.layout}, align={ctx.partition.align}",
+        "fragments": hashlib.sha256(columns).hexdigest()[:16],
+        "heads": str(ctx.heads),
+        "head_dims": str(ctx.head_dims),
+        "dtype": str(ctx.dtype),
+        "conv": str(ctx.conv),
+        "segments": f"grid:{ctx.plan.grid}" if ctx.plan.grid else _short(str(ctx.plan.p_vector)),
+        "exchange": ctx.choice.kind,
+        "backend": "torch",
+        "options": str(ctx.options),
+    }
+
+
+def _short(text: str) -> str:
+    """``text`` if a reader can take it in, else its start and a hash of all of it."""
+    return text if len(text) <= 80 else f"{text[:60]}... sha256 {hashlib.sha256(text.encode()).hexdigest()[:16]}"

@@ -1,0 +1,189 @@
+"""Depthwise causal convolution over the documents of a pack whose tokens are split over ranks.
+
+y[t] = act(sum_j weight[:, w - 1 - j] * x[t - j] + bias) over the tokens t - j of the same document. Taps are added in
+the order j = 0 .. w - 1, each a multiply and then an add, so the bits of y and dx depend neither on the split nor on T.
+Computed in fp64 for fp64 inputs, else in fp32. Legend: T local tokens, C channels, w width, R halo rows.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from cp_gdn.checks import DTYPES, check_tensor, token_shape
+from cp_gdn.halo import DeviceSide, Halo
+
+if TYPE_CHECKING:
+    from cp_gdn.comm import Pending
+    from cp_gdn.context import Context
+
+
+def causal_conv1d(
+    x_l: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    ctx: Context,
+    activation: str | None = "silu",
+) -> torch.Tensor:
+    """Convolve this rank's tokens, x_l [1, T, C] or [T, C], with weight [C, w] and bias [C]; y is shaped like x_l.
+
+    History that lies on other ranks is fetched in one all-to-all, in which every rank takes part if any document is
+    cut; the backward is its mirror. The gradients of weight and bias are this rank's partial sums: sum them over the
+    group. Errors name the argument and come before any message.
+    """
+    with ctx.comm.guard("causal_conv1d"):
+        _check(x_l, weight, bias, ctx, activation)
+        y: torch.Tensor = _CausalConv.apply(x_l, weight, bias, ctx, activation)
+        return y
+
+
+class _CausalConv(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        fctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        ctx: Context,
+        activation: str | None,
+    ) -> torch.Tensor:
+        y, saved = forward(x, weight, bias, ctx, activation)
+        fctx.save_for_backward(*saved)
+        fctx.cp, fctx.activation = ctx, activation
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(fctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        with fctx.cp.comm.guard("causal_conv1d backward"):
+            return *backward(dy, fctx.saved_tensors, fctx.cp, fctx.activation), None, None
+
+
+Saved = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
+
+
+def forward(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ctx: Context, activation: str | None
+) -> tuple[torch.Tensor, Saved]:
+    """y like x, and what `backward` needs: (x, halo rows [R, C], weight, bias)."""
+    plan = _halo(ctx)
+    with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+        own = x.reshape(ctx.num_tokens, weight.shape[0])
+        halo = _finish(_start(own, plan.forward, ctx, "HALO"), own)
+        pre = _pre_activation(_extend(own, halo), weight, bias, plan.forward.taps)
+        y = pre * _sigmoid(pre) if activation == "silu" else pre
+        return y.to(x.dtype).reshape(x.shape), (x, halo, weight, bias)
+
+
+def backward(
+    dy: torch.Tensor, saved: Saved, ctx: Context, activation: str | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """(dx, dweight, dbias), the last two summed over this rank's tokens; dbias is None without a bias."""
+    plan = _halo(ctx)
+    x, halo, weight, bias = saved
+    shape = (ctx.num_tokens, weight.shape[0])
+    with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+        extended = _extend(x.reshape(shape), halo)
+        dpre = dy.reshape(shape).to(_compute_dtype(x)).contiguous()  # a strided sum may round in another order
+        if activation == "silu":
+            dpre = dpre * _silu_slope(_pre_activation(extended, weight, bias, plan.forward.taps))
+        pending = _start(dpre, plan.adjoint, ctx, "HALO_GRAD")
+        dweight = _weight_gradient(dpre, extended, plan.forward.taps).to(weight.dtype)
+        dbias = None if bias is None else dpre.sum(0).to(bias.dtype)
+        adj_extended = _extend(dpre, _finish(pending, dpre))
+        dx = _tap_sum(adj_extended, weight, plan.adjoint.taps)
+        return dx.to(x.dtype).reshape(x.shape), dweight, dbias
+
+
+# ---- mathematics: plain tensors, no messages -------------------------------------------------------------------------
+
+
+def _pre_activation(
+    extended: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, taps: torch.Tensor
+) -> torch.Tensor:
+    pre = _tap_sum(extended, weight, taps)
+    return pre if bias is None else pre + bias.to(pre.dtype)
+
+
+def _tap_sum(extended: torch.Tensor, weight: torch.Tensor, taps: torch.Tensor) -> torch.Tensor:
+    """sum_j weight[:, w - 1 - j] * extended[taps[:, j]], added in the order of j; [T, C]."""
+    dtype = _compute_dtype(extended)
+    weight_by_tap = weight.to(dtype).flip(1).unbind(1)
+    total = extended.index_select(0, taps[:, 0]).to(dtype) * weight_by_tap[0]
+    for j in range(1, len(weight_by_tap)):
+        total = total + extended.index_select(0, taps[:, j]).to(dtype) * weight_by_tap[j]
+    return total
+
+
+def _weight_gradient(dpre: torch.Tensor, extended: torch.Tensor, taps: torch.Tensor) -> torch.Tensor:
+    by_tap = [(dpre * extended.index_select(0, rows).to(dpre.dtype)).sum(0) for rows in taps.unbind(1)]
+    return torch.stack(by_tap[::-1], dim=1)
+
+
+def _sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """Written with exp of a non-positive number: no overflow, and no vector routine whose bits depend on strides."""
+    small = torch.exp(-x.abs())
+    return torch.where(x < 0, small, 1.0) / (1.0 + small)
+
+
+def _silu_slope(x: torch.Tensor) -> torch.Tensor:
+    gate = _sigmoid(x)
+    return gate * (1.0 + x * (1.0 - gate))
+
+
+def _extend(own: torch.Tensor, halo: torch.Tensor) -> torch.Tensor:
+    """concat(own [T, C], halo [R, C], zero row), the rows that taps index."""
+    return torch.cat((own, halo, own.new_zeros(1, own.shape[1])))
+
+
+def _compute_dtype(x: torch.Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+# ---- communication: no arithmetic ------------------------------------------------------------------------------------
+
+
+def _start(own: torch.Tensor, side: DeviceSide, ctx: Context, purpose: str) -> Pending[torch.Tensor] | None:
+    if not _halo(ctx).crosses:
+        return None
+    channels = own.shape[1]
+    send_counts, recv_counts = ([n * channels for n in rows] for rows in (side.send_counts, side.recv_counts))
+    return ctx.comm.all_to_all(purpose, own.index_select(0, side.send_rows).view(-1), send_counts, recv_counts)
+
+
+def _finish(pending: Pending[torch.Tensor] | None, own: torch.Tensor) -> torch.Tensor:
+    """The halo rows [R, C]."""
+    return own[:0] if pending is None else pending.wait().view(-1, own.shape[1])
+
+
+# ---- checks ----------------------------------------------------------------------------------------------------------
+
+
+def _halo(ctx: Context) -> Halo:
+    if ctx.halo is None:
+        raise ValueError("ctx: built without a convolution; pass conv=(channels, width) to build_context")
+    return ctx.halo
+
+
+def _check(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ctx: Context, activation: str | None
+) -> None:
+    _halo(ctx)
+    assert ctx.conv is not None
+    check_tensor("x_l", x, ctx, token_shape(x, ctx.num_tokens, ctx.conv[0]), (ctx.dtype,))
+    _check_parameter("weight", weight, ctx, ctx.conv)
+    if bias is not None:
+        _check_parameter("bias", bias, ctx, ctx.conv[:1])
+    if activation not in ("silu", None):
+        raise ValueError(f'activation: got {activation!r}, expected "silu" or None')
+
+
+def _check_parameter(name: str, x: torch.Tensor, ctx: Context, shape: tuple[int, ...]) -> None:
+    check_tensor(name, x, ctx, x.shape, DTYPES)
+    if tuple(x.shape) != tuple(shape):
+        raise ValueError(
+            f"{name}: got shape {tuple(x.shape)}, expected {shape}: the context was built for conv={ctx.conv}"
+        )

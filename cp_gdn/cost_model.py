@@ -1,0 +1,222 @@
+"""The model of one step's time on one rank, and the rule "measured" that picks P by it.
+
+Step = forward + backward of one layer. Its time is a sum of constants (`calibration.Times`) times whole quantities, and
+those follow from what the plan runs at P: which segments are walked, summarized, folded. Worked example: one uncut
+document of 100 chunks at P = 2 has two segments of 50. The first is summarized (its offset; nobody is before it, so no
+map), one hop folds, and both are walked at once, where at P = 1 one SM per head walks all 100.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+
+from cp_gdn.calibration import Calibration
+from cp_gdn.makespan import Row, Table, ceil_div, lpt_makespan, makespan_bound, table_rows
+
+MAX_SEGMENTS = 64
+"""Largest P that is tried."""
+USEFUL = 8
+"""A longest segment of an eighth of an SM's even share is short enough: more segments only add hops."""
+FOLD_BLOCKS = 8
+"""Thread blocks of a fold per fragment and head: 16 of the 128 state columns each."""
+BATCH = 32
+"""Distinct ranks that are planned in one go."""
+MERGE_ABOVE = 32
+"""Distinct rows of a table above which fragments of nearly equal length are taken as equal."""
+
+Ints = np.ndarray
+"""An int64 array."""
+Rows = tuple[Row, ...]
+
+
+class StepModel:
+    """Quantities of several ranks at several P at once.
+
+    Legend of array shapes: R ranks, P tried values of P, J kinds of fragments of a rank (padded with count 0), 3 kinds
+    of walks: over all segments, over those summarized (for B and for M), over those summarized in the adjoint.
+
+    Attributes:
+        lengths, jobs: chunks of an item [R, P, 2J], and how many such items the walks have [3, R, P, 2J].
+        walks: lower bounds of the chunks that the busiest SM walks, [3, R, P].
+        even: chunks per SM if all were shared evenly, [R, 1].
+    """
+
+    def __init__(self, tables: Sequence[Rows], heads: int, calibration: Calibration, p: Ints) -> None:
+        self.heads, self.calibration, self.p = heads, calibration, p
+        width = max(1, *map(len, tables))
+        padded = np.array([[*rows, *[(0, 0, 0, 0)] * (width - len(rows))] for rows in tables], dtype=np.int64)
+        nc, self.out, self.into, count = padded.transpose(2, 0, 1)[:, :, None]
+        self.nc, self.count = np.maximum(nc, 1), count * (nc > 0)
+        self.even = ceil_div((nc * count).sum(axis=-1) * heads, calibration.sm_count)
+        self.parts = np.minimum(p[:, None], self.nc)
+        lengths, segments = self._segments()
+        self.segments = segments.sum(axis=-1)
+        run = np.minimum(ceil_div(self.item_target[:, :, None], lengths), segments[0])
+        run = np.maximum(run, 1)
+        self.lengths, self.jobs = lengths * run, ceil_div(segments, run) * heads
+        self.walks = makespan_bound(self.lengths, self.jobs, calibration.sm_count)
+
+    @property
+    def item_target(self) -> Ints:
+        """Chunks up to which short segments of a head are walked in one run [R, 1]; less where SMs would stay idle."""
+        return np.minimum(self.even, self.calibration.settings.item_chunks)
+
+    def _segments(self) -> tuple[Ints, Ints]:
+        """Chunks [R, P, 2J] and number per head [3, R, P, 2J] of the segments; of each kind the longer ones first."""
+        base = self.nc // self.parts
+        longer = self.nc - base * self.parts
+        shape = *longer.shape, 2
+        lengths, segments, first = (np.empty(s, dtype=np.int64) for s in (shape, (3, *shape), shape))
+        lengths[..., 0], lengths[..., 1] = base + 1, base
+        walked, summarized, adjoint = segments
+        walked[..., 0], walked[..., 1] = longer, self.parts - longer
+        # Nobody needs the offset of a chain's last segment, the adjoint offset of its first, the map of either.
+        first[..., 1] = (longer == 0) * (1 - self.into)
+        first[..., 0] = 1 - self.into - first[..., 1]
+        np.subtract(walked, first, out=adjoint)
+        summarized[..., 0], summarized[..., 1] = longer, walked[..., 1] - (1 - self.out)
+        maps = np.maximum(summarized - first, 0) * (1000 - self.calibration.settings.decayed_permille)
+        summarized += ceil_div(maps, 1000)
+        segments *= self.count[..., None]
+        return lengths.reshape(*longer.shape[:2], -1), segments.reshape(3, *longer.shape[:2], -1)
+
+    @cached_property
+    def varying(self) -> dict[str, Ints]:
+        """Quantities that depend on P, [R, P], without the walks over all segments."""
+        # Fragments with an entry state, with a composed offset in either direction, with a composed map.
+        weights = self.count * np.stack(
+            [np.ones_like(self.out), self.out, self.into, self.out * self.into]
+        )  # [4, R, 1, J]
+        starts = ceil_div(self.segments * self.heads, self.calibration.sm_count)
+        crosses = (weights[1:3] > 0).any(axis=-1).sum(axis=0)  # directions, [R, 1]
+        splits = self.parts[:, :, 0] > 1  # the first fragments have the most chunks
+        return {
+            "walk_summary": self.walks[1],
+            "adjoint_summary": self.walks[2],
+            "segment": 3 * starts[0] + starts[1] + starts[2],
+            "fold_hop": self._fold_hops(weights) + crosses,
+            # a summary and a fold each way, compositions
+            "launch": np.where(splits, 4 + crosses, 2 * crosses),
+        }
+
+    def _fold_hops(self, weights: Ints) -> Ints:
+        """Hops in series [R, P], one kind after the other; entry states are folded in both directions."""
+        slots = self.calibration.sm_count * self.calibration.settings.fold_blocks
+        hops = self.parts - 1
+        longest = np.where(weights > 0, hops, 0).max(axis=-1)
+        serial = np.maximum(longest, ceil_div((hops * weights).sum(axis=-1) * (self.heads * FOLD_BLOCKS), slots))
+        total: Ints = 2 * serial[0] + serial[1] + serial[2] + serial[3]
+        return total
+
+    @cached_property
+    def fixed(self) -> dict[str, Ints]:
+        """Quantities that do not depend on P, [R, 1]."""
+        crossing = (self.count * (self.out + self.into)).sum(axis=-1)
+        return {
+            "prepare": 2 * self.even,
+            "grad": self.even,
+            "launch": 6 * (self.even > 0),  # prepare, walk; prepare, walk, adjoint, grad
+            "exchange": 2 * (crossing > 0),
+            "link_mib": ceil_div(crossing * self.heads, 16),  # a state of one head is 64 KiB
+        }
+
+    @cached_property
+    def rest_ns(self) -> Ints:
+        """Everything that depends on P but the walks over all segments, [R, P]."""
+        rest: Ints = np.zeros_like(self.walks[0])
+        for name, quantity in self.varying.items():
+            rest += getattr(self.calibration.times, name) * quantity
+        return rest
+
+    @property
+    def chunk_ns(self) -> int:
+        """Of a chunk in all walks over all segments."""
+        times = self.calibration.times
+        return times.walk_output + times.walk_states + times.walk_adjoint
+
+    def bounds(self) -> Ints:
+        """Lower bounds of `varying_ns`, [R, P]."""
+        return self.rest_ns + self.walks[0] * self.chunk_ns
+
+    def walked(self, rank: int, i: int) -> int:
+        """Chunks that the busiest SM walks in a walk over all segments, for the i-th P; exact."""
+        jobs = zip(self.lengths[rank, i].tolist(), self.jobs[0, rank, i].tolist(), strict=True)
+        return lpt_makespan(jobs, self.calibration.sm_count)
+
+    def varying_ns(self, rank: int, i: int) -> int:
+        """What the i-th P decides of a rank's step."""
+        return int(self.rest_ns[rank, i]) + self.walked(rank, i) * self.chunk_ns
+
+
+def quantities(table: Table, p: int, heads: int, calibration: Calibration) -> dict[str, int]:
+    """How often a step of a rank at P = `p` spends each of `calibration.Times`; what a fit of measured steps takes."""
+    model = StepModel([table_rows(table)], heads, calibration, np.array([p]))
+    walked = model.walked(0, 0)
+    counts = {"walk_output": walked, "walk_states": walked, "walk_adjoint": walked}
+    for name, quantity in (*model.varying.items(), *model.fixed.items()):
+        counts[name] = counts.get(name, 0) + int(quantity[0, 0])
+    return counts
+
+
+def step_ns(table: Table, p: int, heads: int, calibration: Calibration) -> int:
+    """Predicted nanoseconds of a rank's step."""
+    counts = quantities(table, p, heads, calibration)
+    return sum(getattr(calibration.times, name) * count for name, count in counts.items())
+
+
+# ---- the rule --------------------------------------------------------------------------------------------------------
+
+
+def measured_vector(tables: Sequence[Table], heads: int, calibration: Calibration) -> list[int]:
+    """P of every rank, each from that rank's fragments alone; ranks of equal content are planned once."""
+    rows = [_thinned(table_rows(table)) for table in tables]
+    useful = {content: _largest_useful(content, heads, calibration) for content in rows}
+    order = sorted(useful, key=lambda content: (useful[content], len(content)))
+    best: dict[Rows, int] = {}
+    for start in range(0, len(order), BATCH):
+        batch = order[start : start + BATCH]
+        largest = np.array([useful[content] for content in batch])[:, None]
+        model = StepModel(batch, heads, calibration, np.arange(1, largest[-1, 0] + 1))
+        best |= zip(batch, _cheapest(model, largest), strict=True)
+    return [best[content] for content in rows]
+
+
+def _cheapest(model: StepModel, largest: Ints) -> list[int]:
+    """P of every rank of the model, at most `largest` [R, 1]: what else is in the model must not matter."""
+    p, longest = model.p, model.nc[:, :, 0]
+    short_enough = (ceil_div(longest, p) <= model.calibration.settings.max_chunks) | (p == MAX_SEGMENTS)
+    allowed = (p <= np.minimum(longest, largest)) & short_enough | (p == 1)
+    bounds = np.where(allowed, model.bounds(), np.iinfo(np.int64).max)
+    order = bounds.argsort(axis=1, kind="stable")
+    return [int(p[_first_best(model, rank, bounds[rank], order[rank])]) for rank in range(len(bounds))]
+
+
+def _first_best(model: StepModel, rank: int, bounds: Ints, order: Ints) -> int:
+    """Index of the cheapest, the smallest P on ties; exact times only until a bound is above the best."""
+    best_ns, best = model.varying_ns(rank, int(order[0])), int(order[0])
+    for i in order[1:].tolist():
+        if bounds[i] > best_ns:
+            break
+        best_ns, best = min((best_ns, best), (model.varying_ns(rank, i), i))
+    return best
+
+
+def _largest_useful(rows: Rows, heads: int, calibration: Calibration) -> int:
+    longest = rows[0][0] if rows else 0
+    even = sum(nc * count for nc, _, _, count in rows) * heads // calibration.sm_count
+    useful = max(1, USEFUL * longest // max(1, even), -(-longest // calibration.settings.max_chunks))
+    return min(MAX_SEGMENTS, useful)
+
+
+def _thinned(rows: Rows) -> Rows:
+    """Fragments of nearly equal length (the same four leading bits) as so many of the longest's length."""
+    if len(rows) <= MERGE_ABOVE:
+        return rows
+    merged: dict[tuple[int, int, int, int], tuple[int, int]] = {}
+    for nc, out, into, count in rows:
+        bits = nc.bit_length()
+        key = bits, nc >> max(0, bits - 4), out, into
+        longest, chunks = merged.get(key, (nc, 0))
+        merged[key] = longest, chunks + nc * count
+    return tuple((nc, out, into, -(-chunks // max(1, nc))) for (_, _, out, into), (nc, chunks) in merged.items())
