@@ -79,12 +79,11 @@ class Board:
             time.sleep(0.05)
 
     def attend(self, status: Status) -> Failure | None:
-        """The monitor's look at the board: answer a new roll call, return the failure if there is one."""
+        """The monitor's look at the board: answer new roll calls, return the failure if there is one."""
         alarm = self.read(_ALARM) or ""
-        number = _roll_number(alarm)
-        if number > self._answered:
-            self.write(f"alive/{number}/{self.rank}", json.dumps(asdict(status)))
-            self._answered = number
+        while self._answered < _roll_number(alarm):  # ranks may call one after the other between two looks
+            self._answered += 1
+            self.write(f"alive/{self._answered}/{self.rank}", json.dumps(asdict(status)))
         return _failure(alarm)
 
     def collect(self, key: str, value: str, timeout: float) -> list[str]:

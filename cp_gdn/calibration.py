@@ -118,7 +118,7 @@ def calibration_for(device_name: str, sm_count: int | None = None) -> tuple[Cali
     note = (
         f"{device_name} with {sm_count} SMs is not calibrated: H200 constants, {sm_count} of {H200_MODEL.sm_count} SMs"
     )
-    return replace(H200_MODEL, device=device_name, sm_count=sm_count, source=note), note
+    return replace(H200_MODEL, device=device_name, sm_count=sm_count), note
 
 
 # ---- file ------------------------------------------------------------------------------------------------------------

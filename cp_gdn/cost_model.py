@@ -12,12 +12,12 @@ from functools import cached_property
 import numpy as np
 
 from cp_gdn.calibration import Calibration
-from cp_gdn.makespan import Row, Table, ceil_div, lpt_makespan, makespan_bound, table_rows
+from cp_gdn.makespan import Rows, Table, ceil_div, lpt_makespan, makespan_bound, table_rows
 
 MAX_SEGMENTS = 64
 """Largest P that is tried."""
-USEFUL = 8
-"""A longest segment of an eighth of an SM's even share is short enough: more segments only add hops."""
+USEFUL = 16
+"""A longest segment of a 16th of an SM's even share is short enough: more segments only add hops."""
 FOLD_BLOCKS = 8
 """Thread blocks of a fold per fragment and head: 16 of the 128 state columns each."""
 BATCH = 32
@@ -27,7 +27,6 @@ MERGE_ABOVE = 32
 
 Ints = np.ndarray
 """An int64 array."""
-Rows = tuple[Row, ...]
 
 
 class StepModel:
@@ -84,30 +83,29 @@ class StepModel:
     @cached_property
     def varying(self) -> dict[str, Ints]:
         """Quantities that depend on P, [R, P], without the walks over all segments."""
-        # Fragments with an entry state, with a composed offset in either direction, with a composed map.
-        weights = self.count * np.stack(
-            [np.ones_like(self.out), self.out, self.into, self.out * self.into]
-        )  # [4, R, 1, J]
         starts = ceil_div(self.segments * self.heads, self.calibration.sm_count)
-        crosses = (weights[1:3] > 0).any(axis=-1).sum(axis=0)  # directions, [R, 1]
+        crosses = (
+            np.stack([self.count * self.out, self.count * self.into]).any(axis=-1).sum(axis=0)
+        )  # directions, [R, 1]
         splits = self.parts[:, :, 0] > 1  # the first fragments have the most chunks
         return {
             "walk_summary": self.walks[1],
             "adjoint_summary": self.walks[2],
             "segment": 3 * starts[0] + starts[1] + starts[2],
-            "fold_hop": self._fold_hops(weights) + crosses,
+            "fold_hop": self._fold_hops() + crosses,
             # a summary and a fold each way, compositions
             "launch": np.where(splits, 4 + crosses, 2 * crosses),
         }
 
-    def _fold_hops(self, weights: Ints) -> Ints:
-        """Hops in series [R, P], one kind after the other; entry states are folded in both directions."""
+    def _fold_hops(self) -> Ints:
+        """Hops in series [R, P]: entry states in both directions, composed offsets in either, composed maps."""
         slots = self.calibration.sm_count * self.calibration.settings.fold_blocks
+        folds = 2 + self.out + self.into + self.out * self.into
+        weights = folds * self.count
         hops = self.parts - 1
-        longest = np.where(weights > 0, hops, 0).max(axis=-1)
-        serial = np.maximum(longest, ceil_div((hops * weights).sum(axis=-1) * (self.heads * FOLD_BLOCKS), slots))
-        total: Ints = 2 * serial[0] + serial[1] + serial[2] + serial[3]
-        return total
+        even = ceil_div((hops * weights).sum(axis=-1) * (self.heads * FOLD_BLOCKS), slots)
+        serial: Ints = np.maximum((hops * folds * (self.count > 0)).max(axis=-1), even)
+        return serial
 
     @cached_property
     def fixed(self) -> dict[str, Ints]:
@@ -148,6 +146,12 @@ class StepModel:
         """What the i-th P decides of a rank's step."""
         return int(self.rest_ns[rank, i]) + self.walked(rank, i) * self.chunk_ns
 
+    def step_ns(self, rank: int, i: int) -> int:
+        """Predicted nanoseconds of a rank's step at the i-th P."""
+        times = self.calibration.times
+        fixed = sum(getattr(times, name) * int(quantity[rank, 0]) for name, quantity in self.fixed.items())
+        return fixed + self.varying_ns(rank, i)
+
 
 def quantities(table: Table, p: int, heads: int, calibration: Calibration) -> dict[str, int]:
     """How often a step of a rank at P = `p` spends each of `calibration.Times`; what a fit of measured steps takes."""
@@ -161,8 +165,7 @@ def quantities(table: Table, p: int, heads: int, calibration: Calibration) -> di
 
 def step_ns(table: Table, p: int, heads: int, calibration: Calibration) -> int:
     """Predicted nanoseconds of a rank's step."""
-    counts = quantities(table, p, heads, calibration)
-    return sum(getattr(calibration.times, name) * count for name, count in counts.items())
+    return StepModel([table_rows(table)], heads, calibration, np.array([p])).step_ns(0, 0)
 
 
 # ---- the rule --------------------------------------------------------------------------------------------------------
@@ -182,11 +185,16 @@ def measured_vector(tables: Sequence[Table], heads: int, calibration: Calibratio
     return [best[content] for content in rows]
 
 
+def may_run(p: Ints, longest: Ints, calibration: Calibration) -> Ints:
+    """Whether the rule may pick P = `p` where the longest fragment has `longest` chunks; P = 1 always."""
+    short: Ints = (ceil_div(longest, p) <= calibration.settings.max_chunks) | (p == MAX_SEGMENTS)
+    return (p <= longest) & short | (p == 1)
+
+
 def _cheapest(model: StepModel, largest: Ints) -> list[int]:
     """P of every rank of the model, at most `largest` [R, 1]: what else is in the model must not matter."""
     p, longest = model.p, model.nc[:, :, 0]
-    short_enough = (ceil_div(longest, p) <= model.calibration.settings.max_chunks) | (p == MAX_SEGMENTS)
-    allowed = (p <= np.minimum(longest, largest)) & short_enough | (p == 1)
+    allowed = may_run(p, longest, model.calibration) & (p <= largest)
     bounds = np.where(allowed, model.bounds(), np.iinfo(np.int64).max)
     order = bounds.argsort(axis=1, kind="stable")
     return [int(p[_first_best(model, rank, bounds[rank], order[rank])]) for rank in range(len(bounds))]
@@ -219,4 +227,4 @@ def _thinned(rows: Rows) -> Rows:
         key = bits, nc >> max(0, bits - 4), out, into
         longest, chunks = merged.get(key, (nc, 0))
         merged[key] = longest, chunks + nc * count
-    return tuple((nc, out, into, -(-chunks // max(1, nc))) for (_, _, out, into), (nc, chunks) in merged.items())
+    return Rows((nc, out, into, -(-chunks // max(1, nc))) for (_, _, out, into), (nc, chunks) in merged.items())

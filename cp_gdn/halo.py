@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cp_gdn.layout import FragmentTable, Partition
+from cp_gdn.layout import Partition
 from cp_gdn.tables import upload
 
 MAX_WIDTH = 8
@@ -84,113 +84,138 @@ def build_halo(partition: Partition, rank: int, width: int) -> HaloPlan:
     t = partition.table
     linked = np.flatnonzero(t.prev >= 0)
     crosses = width > 1 and bool((t.rank[linked] != t.rank[t.prev[linked]]).any())
-    forward = _side(partition, rank, width, _walk(t, adjoint=False))
-    adjoint = _side(partition, rank, width, _walk(t, adjoint=True))
+    own = _own_fragments(partition, rank, width)
+    before, after = _near(own, t.prev), _near(own, t.next)
+    forward = _side(own, sources=before, targets=after, tail=True)
+    adjoint = _side(own, sources=after, targets=before, tail=False)
     return HaloPlan(width=width, crosses=crosses, forward=forward, adjoint=adjoint)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Walk:
-    """The fragment table along one direction: history lies at lower offsets, in the fragments `behind`.
+class _Own:
+    """This rank's non-empty fragments [F], and the first local row of each of its slots, empty ones included."""
 
-    The adjoint is the same walk over the token's mirrored offset -(offset + 1), with `prev` and `next` exchanged.
-    `first_row`: local row, on the fragment's rank, of its first token along the walk; the next one is `step` rows on.
-    """
-
-    rank: np.ndarray
-    offset: np.ndarray
+    partition: Partition
+    rank: int
+    width: int
+    num_tokens: int
+    slot_row: np.ndarray
+    table_row: np.ndarray
     length: np.ndarray
-    behind: np.ndarray
-    ahead: np.ndarray
     first_row: np.ndarray
-    step: int
 
 
-def _walk(t: FragmentTable, *, adjoint: bool) -> _Walk:
-    before = np.cumsum(t.length) - t.length
-    row = before - before[t.starts[t.rank]]
-    offset, behind, ahead, step = t.offset, t.prev, t.next, 1
-    if adjoint:
-        offset, row, behind, ahead, step = -(t.offset + t.length), row + t.length - 1, t.next, t.prev, -1
-    return _Walk(rank=t.rank, offset=offset, length=t.length, behind=behind, ahead=ahead, first_row=row, step=step)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Near:
+    """Pairs of an own fragment (index) and another of its chain (row of the table), `gap` < w - 1 tokens between."""
+
+    own: np.ndarray
+    other: np.ndarray
+    gap: np.ndarray
 
 
-def _side(partition: Partition, rank: int, width: int, walk: _Walk) -> HaloSide:
-    # One document of 6, w = 3, rank 0 holds offsets 0 1 | 5, rank 1 holds 2 3 | 4. Forward, rank 1: rows 0 1 of rank 0
-    # come as its rows 3 4 (5 is the zero row), its taps are (0 4 3) (1 0 4) (2 1 0), and it sends rows 1 2 (for 5).
-    rows = np.arange(*partition.table.starts[rank : rank + 2])
-    rows = rows[walk.length[rows] > 0]
-    num_tokens = partition.local_tokens(rank)
-    holder, source = _history(walk, rows, width)
-    far = (holder >= 0) & (walk.rank[holder] != rank)
-    wanted, place = _by_rank(walk.rank[holder[far]], source[far], partition)
-    source[holder < 0] = num_tokens + len(wanted)
-    source[far] = num_tokens + place
-    edge_index, edge_value = _edges(walk, rows, source, width)
-    sent, _ = _by_rank(*_demand(walk, rows, width), partition)
-    stride = partition.num_tokens + 1
-    return HaloSide(
-        num_tokens=num_tokens,
-        step=-walk.step,
-        edge_index=edge_index,
-        edge_value=edge_value,
-        send_rows=sent % stride,
-        send_counts=_counts(sent // stride, partition.world_size),
-        recv_counts=_counts(wanted // stride, partition.world_size),
+def _own_fragments(partition: Partition, rank: int, width: int) -> _Own:
+    rows = partition.rows(rank)
+    lengths = partition.table.length[rows]
+    slot_row = np.cumsum(lengths) - lengths
+    live = np.flatnonzero(lengths)
+    return _Own(
+        partition=partition,
+        rank=rank,
+        width=width,
+        num_tokens=int(lengths.sum()),
+        slot_row=slot_row,
+        table_row=live + rows.start,
+        length=lengths[live],
+        first_row=slot_row[live],
     )
 
 
-def _history(walk: _Walk, rows: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Where the token d = 1 .. w - 1 before each fragment is: row of the table (or -1), local row there; [F, w - 1]."""
-    holder = np.full((len(rows), width - 1), -1, dtype=np.int64)
-    source = np.zeros_like(holder)
-    current = rows
-    for d in range(1, width):
-        token = walk.offset[rows] - d
-        # One step back is enough: fragments of a chain are not empty, and the token moves by one.
-        gone = (current >= 0) & (token < walk.offset[current])
-        current = np.where(gone, walk.behind[current], current)
-        holder[:, d - 1] = current
-        source[:, d - 1] = walk.first_row[current] + walk.step * (token - walk.offset[current])
-    return holder, source
+def _near(own: _Own, link: np.ndarray) -> _Near:
+    """The pairs on the side of the chain that `link` (the table's prev or next) leads to, nearest first."""
+    index, other = np.arange(len(own.length)), link[own.table_row]
+    gap = np.zeros_like(index)
+    found = [(index[:0], index[:0], gap[:0])]
+    while len(index):
+        close = np.flatnonzero((other >= 0) & (gap < own.width - 1))
+        index, other, gap = index[close], other[close], gap[close]
+        found.append((index, other, gap))
+        gap, other = gap + own.partition.table.length[other], link[other]
+    pairs, others, gaps = (np.concatenate(column) for column in zip(*found, strict=True))
+    return _Near(own=pairs, other=others, gap=gaps)
 
 
-def _demand(walk: _Walk, rows: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """(rank, own row) of every row that a fragment ahead on another rank needs; a pair may come more than once."""
-    needed_by, needed = [rows[:0]], [rows[:0]]
-    last = np.arange(width - 1)
-    current = rows
-    for _ in range(1, width):
-        current = np.where(current >= 0, walk.ahead[current], -1)
-        gap = walk.offset[current] - walk.offset[rows] - walk.length[rows]
-        count = np.minimum(width - 1 - gap, walk.length[rows])
-        count[(current < 0) | (walk.rank[current] == walk.rank[rows])] = 0
-        fragment, back = np.nonzero(last < count[:, None])
-        row = rows[fragment]
-        needed_by.append(walk.rank[current[fragment]])
-        needed.append(walk.first_row[row] + walk.step * (walk.length[row] - 1 - back))
-    return np.concatenate(needed_by), np.concatenate(needed)
+def _side(own: _Own, *, sources: _Near, targets: _Near, tail: bool) -> HaloSide:
+    """One direction: fragments need the tails of `sources` before them (forward) or the heads of those after them."""
+    # One document of 6, w = 3, rank 0 holds offsets 0 1 | 5, rank 1 holds 2 3 | 4. Forward, rank 1: rows 0 1 of rank 0
+    # come as its rows 3 4 (5 is the zero row), its taps are (0 4 3) (1 0 4) (2 1 0), and it sends rows 1 2 (for 5).
+    source, recv_counts = _sources(own, sources, tail)
+    send_rows, send_counts = _sends(own, targets, tail)
+    edge_index, edge_value = _edges(own, source, tail)
+    return HaloSide(
+        num_tokens=own.num_tokens,
+        step=-1 if tail else 1,
+        edge_index=edge_index,
+        edge_value=edge_value,
+        send_rows=send_rows,
+        send_counts=send_counts,
+        recv_counts=recv_counts,
+    )
 
 
-def _by_rank(rank: np.ndarray, row: np.ndarray, partition: Partition) -> tuple[np.ndarray, np.ndarray]:
-    """The distinct pairs as sorted keys rank * (N + 1) + row, and each pair's place among them.
+def _sources(own: _Own, near: _Near, tail: bool) -> tuple[np.ndarray, tuple[int, ...]]:
+    """Row of the token d = 1 .. w - 1 beyond the edge of each own fragment, [F, w - 1], and rows received per rank."""
+    t = own.partition.table
+    pair, place, away = _reached(near, t.length[near.other], own.width, tail)
+    other = near.other[pair]
+    row = own.num_tokens + np.empty_like(other)
+    far = t.rank[other] != own.rank
+    wanted, _, row_of = _in_order(own, t.rank[other[far]], other[far], place[far])
+    row[far] = own.num_tokens + row_of
+    row[~far] = own.slot_row[t.slot[other[~far]]] + place[~far]
+    source = np.full((len(own.length), own.width - 1), own.num_tokens + sum(wanted))
+    source[near.own[pair], away] = row
+    return source, wanted
 
-    Both ends of a message sort it by the sender's rows, so the two lists agree without a word.
+
+def _sends(own: _Own, near: _Near, tail: bool) -> tuple[np.ndarray, tuple[int, ...]]:
+    """Own rows that other ranks need, by receiving rank, and how many each gets."""
+    receiver = own.partition.table.rank[near.other]
+    pair, place, _ = _reached(near, own.length[near.own] * (receiver != own.rank), own.width, tail)
+    mine = near.own[pair]
+    counts, first, _ = _in_order(own, receiver[pair], own.table_row[mine], place)
+    return (own.first_row[mine] + place)[first], counts
+
+
+def _reached(near: _Near, length: np.ndarray, width: int, tail: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The tokens of one end of each pair that the other end reaches: pair, place in the fragment, steps away - 1."""
+    count = np.minimum(width - 1 - near.gap, length)
+    pair, step = np.nonzero(np.arange(width - 1) < count[:, None])
+    return pair, length[pair] - 1 - step if tail else step, near.gap[pair] + step
+
+
+def _in_order(
+    own: _Own, peer: np.ndarray, table_row: np.ndarray, place: np.ndarray
+) -> tuple[tuple[int, ...], np.ndarray, np.ndarray]:
+    """Distinct (peer, token) ascending, the order both ends of a message use: how many per peer, index of the first of
+    each, and the place of every given one among them.
     """
-    keys, place = np.unique(rank * (partition.num_tokens + 1) + row, return_inverse=True)
-    return keys, place.reshape(-1)
+    part = own.partition
+    stride = part.num_tokens + 1
+    key = peer * stride + part.bounds[part.table.doc[table_row]] + part.table.offset[table_row] + place
+    distinct, first, order = np.unique(key, return_index=True, return_inverse=True)
+    counts = np.bincount(distinct // stride, minlength=part.world_size)
+    return tuple(counts.tolist()), first, order.reshape(-1)
 
 
-def _edges(walk: _Walk, rows: np.ndarray, source: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
+def _edges(own: _Own, source: np.ndarray, tail: bool) -> tuple[np.ndarray, np.ndarray]:
     """Flat entries of the tap table [T, w] that leave their fragment, and their values."""
-    index, tap = np.triu_indices(width, 1)  # token i of a fragment leaves it at the taps j > i
-    inside = index < walk.length[rows][:, None]
-    entry = (walk.first_row[rows][:, None] + walk.step * index) * width + tap
-    return entry[inside], source[:, tap - index - 1][inside]
-
-
-def _counts(rank: np.ndarray, world_size: int) -> tuple[int, ...]:
-    return tuple(np.bincount(rank, minlength=world_size).tolist())
+    # The token `step` away from the edge leaves the fragment at the taps beyond.
+    pairs = [(step, tap) for step in range(own.width) for tap in range(step + 1, own.width)]
+    step, tap = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+    row = own.first_row[:, None] + (step if tail else own.length[:, None] - 1 - step)
+    inside = step < own.length[:, None]
+    return (row * own.width + tap)[inside], source[:, tap - step - 1][inside]
 
 
 def _device_side(side: Any, width: int) -> DeviceSide:

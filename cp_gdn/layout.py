@@ -103,6 +103,11 @@ class Partition:
         return _runs(self.table.offset[rows], self.table.length[rows])
 
     @cached_property
+    def bounds(self) -> np.ndarray:
+        """`doc_bounds` as int64 [D + 1]."""
+        return np.asarray(self.doc_bounds, dtype=np.int64)
+
+    @cached_property
     def rank_order(self) -> np.ndarray:
         """Global token index of every rank's rows, one rank after the other, int64 [N]."""
         return _runs(self._first_tokens, self.table.length)
@@ -117,7 +122,7 @@ class Partition:
     @cached_property
     def _first_tokens(self) -> np.ndarray:
         """Global index of each fragment's first token, int64 [F]."""
-        return np.asarray(self.doc_bounds, dtype=np.int64)[self.table.doc] + self.table.offset
+        return self.bounds[self.table.doc] + self.table.offset
 
     def rows(self, rank: int) -> slice:
         """Rows of the table that belong to `rank`."""

@@ -7,6 +7,7 @@ Exact integers; nothing here knows a device. Example: three jobs of 5 and four o
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -15,6 +16,13 @@ from cp_gdn.plan import CHUNK, chunk_counts
 
 Row = tuple[int, int, int, int]
 """(NC, crosses out, crosses in, how many fragments are like this)."""
+
+
+class Rows(tuple[Row, ...]):
+    """A rank's fragments in canonical form, so that equal contents are equal: rows merged, the most chunks first."""
+
+    __slots__ = ()
+
 
 LONG = 1 << 31
 """Longer than any job, and short enough for its multiples."""
@@ -36,12 +44,14 @@ class RankTable:
     crosses_in: np.ndarray | None = None
 
 
-Table = RankTable | Sequence[Sequence[int]] | np.ndarray
-"""What a rule takes per rank: a `RankTable`, or per fragment (NC, crosses_out) or (NC, crosses_out, crosses_in)."""
+Table = Rows | RankTable | Sequence[Sequence[int]] | np.ndarray
+"""What a rule takes per rank: a multiset, or per fragment (NC, crosses_out) or (NC, crosses_out, crosses_in)."""
 
 
-def table_rows(table: Table) -> tuple[Row, ...]:
-    """The table in canonical form, so that equal contents give equal tuples: equal rows merged, most chunks first."""
+def table_rows(table: Table) -> Rows:
+    """The table in canonical form."""
+    if isinstance(table, Rows):
+        return table
     if isinstance(table, RankTable):
         crosses_in = table.crosses if table.crosses_in is None else table.crosses_in
         columns = [table.nc, table.crosses, crosses_in, table.count]
@@ -56,17 +66,17 @@ def table_rows(table: Table) -> tuple[Row, ...]:
     return _canonical(zip(*(column.tolist() for column in (keys // 4, keys // 2 % 2, keys % 2, counts)), strict=True))
 
 
-def _canonical(rows: Iterable[tuple[int, ...]]) -> tuple[Row, ...]:
+def _canonical(rows: Iterable[tuple[int, ...]]) -> Rows:
     merged: dict[tuple[int, int, int], int] = {}
     for nc, crosses, crosses_in, count in rows:
         key = int(nc), int(crosses != 0), int(crosses_in != 0)
         merged[key] = merged.get(key, 0) + count
     if merged and min(merged)[0] < 0:
         raise ValueError(f"tables: got a fragment of {min(merged)[0]} chunks, expected at least 0")
-    return tuple(sorted(((*key, count) for key, count in merged.items() if count), reverse=True))
+    return Rows(sorted(((*key, count) for key, count in merged.items() if count), reverse=True))
 
 
-def rank_tables(part: Partition, *, grid: str = "document") -> list[RankTable]:
+def rank_tables(part: Partition, *, grid: str = "document") -> list[Rows]:
     """One table per rank.
 
     Args:
@@ -81,13 +91,10 @@ def rank_tables(part: Partition, *, grid: str = "document") -> list[RankTable]:
     key = nc * 4 + (table.next >= 0) * 2 + (table.prev >= 0)
     span = int(key.max(initial=0)) + 1
     keys, counts = np.unique(table.rank * span + key, return_counts=True)
-    cuts = np.searchsorted(keys, np.arange(part.world_size + 1) * span)
+    cuts = np.searchsorted(keys, np.arange(part.world_size + 1) * span).tolist()
     keys %= span
-    columns = keys // 4, keys // 2 % 2, keys % 2, counts
-    return [
-        RankTable(nc=nc_r, crosses=out_r, crosses_in=in_r, count=count_r)
-        for nc_r, out_r, in_r, count_r in zip(*(np.split(column, cuts[1:-1]) for column in columns), strict=True)
-    ]
+    rows = list(zip(*(column.tolist() for column in (keys // 4, keys // 2 % 2, keys % 2, counts)), strict=True))
+    return [Rows(rows[start:end][::-1]) for start, end in pairwise(cuts)]
 
 
 # ---- longest first, each job to the least loaded machine -------------------------------------------------------------

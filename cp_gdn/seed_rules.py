@@ -11,7 +11,7 @@ from functools import cached_property
 import numpy as np
 
 from cp_gdn.calibration import H200_MODEL, Calibration
-from cp_gdn.makespan import Row, ceil_div, lpt_makespan, makespan_bound
+from cp_gdn.makespan import Rows, ceil_div, lpt_makespan, makespan_bound
 
 MAX_WALK_CHUNKS = 256
 MAX_SEGMENTS = 64
@@ -45,7 +45,7 @@ H200 = seed_costs(H200_MODEL)
 class RankCosts:
     """The seed's programs and cost of one rank's fragments; `rows` as `table_rows` gives them."""
 
-    def __init__(self, rows: tuple[Row, ...], heads: int, sm_count: int, costs: Costs) -> None:
+    def __init__(self, rows: Rows, heads: int, sm_count: int, costs: Costs) -> None:
         self.rows, self.heads, self.sm_count, self.costs = rows, heads, sm_count, costs
         self.num_fragments = sum(row[3] for row in rows)
         self.longest = rows[0][0] if rows else 0

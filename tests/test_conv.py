@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cp_gdn.comm import Comm, Message
 from cp_gdn.conv import causal_conv1d
 from cp_gdn.halo import HaloPlan, HaloSide, build_halo
 from cp_gdn.layout import Partition, partition
@@ -96,6 +97,37 @@ def test_a_width_the_convolution_does_not_have_is_refused() -> None:
     for width in (0, 9):
         with pytest.raises(ValueError, match=f"conv: got width {width}"):
             build_halo(partition([0, 5], 2), 0, width)
+
+
+def halo_messages(part: Partition, width: int) -> list[list[Message]]:
+    """What each rank posts for a forward and a backward."""
+
+    def posted(comm: Comm) -> list[Message]:
+        with comm.record() as messages:
+            conv_on_rank(comm, part, conv_inputs(part.num_tokens, 3, width))
+        return messages
+
+    return twin(part.world_size, posted)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sent_and_received_messages_are_the_plans_and_agree_on_every_pair(layout: str) -> None:
+    part = cut(PACKS["as long as the history"], 4, layout)
+    messages = halo_messages(part, 4)
+    for rank, of_rank in enumerate(messages):
+        plan = build_halo(part, rank, 4)
+        for peer in range(4):
+            sent = [(m.purpose, m.numel, m.dtype) for m in of_rank if m.direction == "send" and m.peer == peer]
+            counts = (plan.forward.send_counts[peer], plan.adjoint.send_counts[peer])
+            planned = [(purpose, 3 * n) for purpose, n in zip(("HALO", "HALO_GRAD"), counts, strict=True) if n]
+            assert [(purpose, numel) for purpose, numel, _ in sent] == planned
+            received = [m for m in messages[peer] if m.direction == "recv" and m.peer == rank]
+            assert [(m.purpose, m.numel, m.dtype) for m in received] == sent
+
+
+def test_nothing_is_sent_when_no_document_is_cut_or_the_width_is_one() -> None:
+    assert halo_messages(cut((6, 6, 6, 6), 4, "contiguous"), 4) == [[]] * 4
+    assert halo_messages(cut((6, 6), 4, "zigzag"), 1) == [[]] * 4
 
 
 # ---- the convolution -------------------------------------------------------------------------------------------------

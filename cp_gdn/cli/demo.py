@@ -45,7 +45,7 @@ class Run:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", type=positive, default=100, help="optimiser steps (default: %(default)s)")
+    parser.add_argument("--steps", type=positive, default=40, help="optimiser steps (default: %(default)s)")
     parser.add_argument("--world", type=positive, help="ranks of the split run (default: the GPUs, at least 2)")
     parser.add_argument("--layout", choices=LAYOUTS, default="zigzag_per_document", help="default: %(default)s")
     parser.add_argument("--exchange", choices=EXCHANGES, default="auto", help="default: %(default)s")
@@ -101,9 +101,8 @@ def _command(each: Run) -> list[str]:
 @contextlib.contextmanager
 def _started(each: Run) -> Iterator["subprocess.Popen[str]"]:
     """The run under torchrun; ended with it when this process is interrupted."""
-    # Every rank gets its share of the cores: more threads than cores only slow each other down.
-    threads = max(1, (os.cpu_count() or 1) // each.world)
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    # One thread per rank in both runs: their rates compare, and threads that outnumber the free cores cannot stall.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with each.log_path.open("w", encoding="utf-8") as log:
         process = subprocess.Popen(_command(each), stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
         try:

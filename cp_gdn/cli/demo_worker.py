@@ -16,6 +16,7 @@ import cp_gdn
 from cp_gdn.cli.arguments import EXCHANGES, LAYOUTS
 from cp_gdn.cli.demo_data import Pack, packs
 from cp_gdn.cli.demo_model import HEAD_DIMS, HEADS, ByteModel, build_model
+from cp_gdn.loss import global_mean
 
 IGNORED = -100
 LEARNING_RATE = 4e-3
@@ -52,15 +53,16 @@ def make_context(pack: Pack, comm: cp_gdn.Comm, model: ByteModel, args: argparse
     return cp_gdn.build_context(part, comm, device=device, dtype=torch.float32, exchange=args.exchange, **shape)
 
 
-def loss_of(model: ByteModel, pack: Pack, ctx: cp_gdn.Context) -> Tensor:
-    """The mean loss over the trained tokens of the whole pack; this rank's gradients are its partial sums."""
+def loss_of(model: ByteModel, pack: Pack, ctx: cp_gdn.Context) -> tuple[Tensor, Tensor]:
+    """This rank's share of the mean loss over the pack's trained tokens, to back-propagate, and the mean itself."""
     # Labels are shifted before the split: a fragment's last token is predicted against another rank's first.
     labels = cp_gdn.shift_labels(pack.tokens, pack.cu_seqlens, ignore_index=IGNORED)
     ids = cp_gdn.shard(pack.tokens[None].to(ctx.device), ctx, dim=1)
     labels = cp_gdn.shard(labels[None].to(ctx.device), ctx, dim=1)
     logits = model(ids, ctx)
     loss_sum = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
-    return cp_gdn.token_mean_loss(loss_sum, (labels != IGNORED).sum(), ctx.comm)
+    trained = (labels != IGNORED).sum()
+    return cp_gdn.token_mean_loss(loss_sum, trained, ctx.comm), global_mean(loss_sum, trained, ctx.comm)
 
 
 def sum_gradients(parameters: Sequence[nn.Parameter]) -> None:
@@ -81,9 +83,9 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     for step, pack in enumerate(itertools.islice(packs(args.seed, args.tokens), args.steps)):
         start = time.perf_counter()
         ctx = make_context(pack, comm, model, args)
-        loss = loss_of(model, pack, ctx)
+        share, loss = loss_of(model, pack, ctx)
         optimizer.zero_grad()
-        loss.backward()
+        share.backward()
         sum_gradients(parameters)
         nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
         optimizer.step()

@@ -1,0 +1,73 @@
+"""One of each kind of call of a Comm, for process groups and the twin alike."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cp_gdn.comm import Batch, Comm, Message
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trip:
+    """What a rank received, and every message it saw."""
+
+    tensors: dict[str, Tensor]
+    messages: list[Message]
+
+
+def values(rank: int, seed: int, *shape: int, dtype: torch.dtype) -> Tensor:
+    """Numbers that differ between ranks and uses."""
+    generator = torch.Generator().manual_seed(1000 * rank + seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def round_trips(comm: Comm, dtype: torch.dtype) -> Trip:
+    with comm.record() as messages:
+        tensors = {
+            **_ring(comm, dtype),
+            "all_to_all": _all_to_all(comm, dtype),
+            "all_gather": _all_gather(comm, dtype, [(2 * r) % 3 for r in range(comm.size)]),
+            "all_gather_nothing": _all_gather(comm, dtype, [0] * comm.size),
+            "all_reduce_sum": comm.all_reduce_sum("SUM", values(comm.rank, 5, 3, 4, dtype=dtype)),
+        }
+    return Trip(tensors=tensors, messages=messages)
+
+
+def _ring(comm: Comm, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Two batches in flight, the later one waited for first; of one size, to the same peer, one of them strided."""
+    if comm.size == 1:
+        return {}
+    after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    state, tail = values(comm.rank, 1, 4, 6, dtype=dtype).t(), values(comm.rank, 2, 24, dtype=dtype)
+    first = comm.post(
+        Batch(
+            purpose="STATE",
+            sends=((after, state), (after, tail), (after, tail[:0])),
+            recvs=((before, (6, 4)), (before, (24,)), (before, (0, 3))),
+            dtype=dtype,
+            device=CPU,
+        )
+    )
+    second = comm.post(
+        Batch(purpose="TAIL", sends=((after, 2 * tail),), recvs=((before, (24,)),), dtype=dtype, device=CPU)
+    )
+    (doubled,) = second.wait()
+    got_state, got_tail, got_nothing = first.wait()
+    return {"state": got_state, "tail": got_tail, "nothing": got_nothing, "doubled": doubled}
+
+
+def pair_count(source: int, target: int) -> int:
+    return (3 * source + 2 * target) % 4  # with zeros, and unlike in the two directions
+
+
+def _all_to_all(comm: Comm, dtype: torch.dtype) -> Tensor:
+    sent = [pair_count(comm.rank, peer) for peer in range(comm.size)]
+    received = [pair_count(peer, comm.rank) for peer in range(comm.size)]
+    return comm.all_to_all("SUMMARY", values(comm.rank, 3, sum(sent), dtype=dtype), sent, received).wait()
+
+
+def _all_gather(comm: Comm, dtype: torch.dtype, counts: list[int]) -> Tensor:
+    return comm.all_gather("ROWS", values(comm.rank, 4, counts[comm.rank], 2, dtype=dtype), counts)
