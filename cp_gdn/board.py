@@ -32,7 +32,7 @@ class Board:
 
     def for_thread(self) -> "Board":
         """The same board over a connection of its own: a store's client is locked while another thread waits in it."""
-        store = self._store.clone()  # type: ignore[attr-defined]
+        store = self._store.clone() if hasattr(self._store, "clone") else self._store
         return Board(store, self.rank, self.size, monitored=self.monitored, host=self.host)
 
     def read(self, key: str) -> str | None:
@@ -186,9 +186,8 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _lost(error: RuntimeError) -> StoreLost:
-    return StoreLost(
-        f"the store of the group is unreachable, its host (rank 0 of the world or the launcher) is gone: {error}"
-    )
+    text = str(error).split("\n", 1)[0]
+    return StoreLost(f"the store of the group is unreachable, its host (world rank 0 or the launcher) is gone: {text}")
 
 
 def _roll_number(alarm: str) -> int:

@@ -1,12 +1,13 @@
 """What a call is checked for, in this order, before anything is computed or sent: device, layout, dtype, shapes."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from cp_gdn.backends.precision import state_dtype
+from cp_gdn.backends.torch_chunked import Inputs
 
 if TYPE_CHECKING:
     from cp_gdn.context import Context
@@ -41,19 +42,44 @@ def token_shape(x: object, *dims: int) -> tuple[int, ...]:
     return (1, *dims) if isinstance(x, Tensor) and x.dim() == len(dims) + 1 else dims
 
 
-def check_inputs(ctx: "Context", q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> None:
-    """q, k [1, T, H, K] or [T, H, K], v [.., HV, V], g and beta [.., HV], all alike with or without the leading 1."""
+def check_call(ctx: "Context", tensors: Sequence[Any], initial_state: Any, scale: float, l2norm: bool) -> Inputs:
+    """The inputs of a call, without their leading 1; refuses all that does not fit the context.
+
+    Args:
+        tensors: q, k [1, T, H, K] or [T, H, K], v [.., HV, V], g and beta [.., HV], all alike with or without the 1.
+        initial_state: [entry_docs, HV, K, V] or None.
+    """
     (heads, value_heads), (key_dim, value_dim), tokens = ctx.heads, ctx.head_dims, ctx.num_tokens
     gates = tuple(dict.fromkeys((state_dtype(ctx.dtype), ctx.dtype)))
-    lead = token_shape(q, tokens, heads, key_dim)[:-3]
-    check_tensor("q", q, ctx, (*lead, tokens, heads, key_dim), (ctx.dtype,))
-    check_tensor("k", k, ctx, (*lead, tokens, heads, key_dim), (ctx.dtype,))
-    check_tensor("v", v, ctx, (*lead, tokens, value_heads, value_dim), (ctx.dtype,))
-    check_tensor("g", g, ctx, (*lead, tokens, value_heads), gates)
-    check_tensor("beta", beta, ctx, (*lead, tokens, value_heads), gates)
+    lead = token_shape(tensors[0], tokens, heads, key_dim)[:-3]
+    keys, values, per_head = (*lead, tokens, heads, key_dim), (*lead, tokens, value_heads, value_dim), (*lead, tokens)
+    check_tensor("q", tensors[0], ctx, keys, (ctx.dtype,))
+    check_tensor("k", tensors[1], ctx, keys, (ctx.dtype,))
+    check_tensor("v", tensors[2], ctx, values, (ctx.dtype,))
+    check_tensor("g", tensors[3], ctx, (*per_head, value_heads), gates)
+    check_tensor("beta", tensors[4], ctx, (*per_head, value_heads), gates)
+    check_state("initial_state", initial_state, ctx, len(ctx.entry_docs))
+    return token_rows(tensors, scale, l2norm)
 
 
-def check_state(name: str, x: Tensor | None, ctx: "Context", docs: int) -> None:
+def token_rows(tensors: Sequence[Tensor], scale: float, l2norm: bool) -> Inputs:
+    """Checked q, k, v, g, beta without the leading 1 that they may carry."""
+    q, k, v, g, beta = (t[0] for t in tensors) if tensors[0].dim() == 4 else tensors
+    return Inputs(q=q, k=k, v=v, g=g, beta=beta, scale=scale, l2norm=l2norm)
+
+
+def check_choices(ctx: "Context", scale: object, l2norm: object, workspace: object) -> tuple[float, bool]:
+    """The scale and the flag of a call; what is not a tensor is refused here."""
+    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (int, float))):
+        raise TypeError(f"scale: got {type(scale).__name__}, expected a number, or None for K ** -0.5")
+    if not isinstance(l2norm, bool):
+        raise TypeError(f"use_qk_l2norm_in_kernel: got {type(l2norm).__name__}, expected True or False")
+    if workspace is not None:
+        raise NotImplementedError("workspace: caller-held workspaces are not there yet; leave workspace=None")
+    return ctx.head_dims[0] ** -0.5 if scale is None else float(scale), l2norm
+
+
+def check_state(name: str, x: object, ctx: "Context", docs: int) -> None:
     """A compact state tensor: one row [HV, K, V] per document, in the dtype of states."""
     if x is not None:
         check_tensor(name, x, ctx, (docs, ctx.heads[1], *ctx.head_dims), (state_dtype(ctx.dtype),))

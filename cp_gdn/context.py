@@ -2,6 +2,7 @@
 steps."""
 
 import hashlib
+import itertools
 import logging
 import weakref
 from collections.abc import Sequence
@@ -41,7 +42,8 @@ class Context:
         heads: (H, HV). head_dims: (K, V). dtype: of q, k, v and o. conv: (channels, width) of the convolution, or None.
         segments, exchange: what was chosen and why. backend: the stages of this rank.
         plan, schedule, routes, halo: see their modules; tables are on ``device``.
-        last_call: what the last call on this context did and why.
+        last_call: what the last call of the op on this context ran, and why (docs/design.md has the keys).
+        handle: key of this context in `CONTEXTS`; a number is never used again, as an address would be.
     """
 
     partition: Partition
@@ -61,14 +63,10 @@ class Context:
     backend: TorchBackend
     asked: dict[str, Any]
     last_call: dict[str, Any] = field(default_factory=dict)
+    handle: int = field(init=False, default_factory=itertools.count(1).__next__)
 
     def __post_init__(self) -> None:
-        CONTEXTS[id(self)] = self
-
-    @property
-    def handle(self) -> int:
-        """Key of this context in `CONTEXTS`."""
-        return id(self)
+        CONTEXTS[self.handle] = self
 
     @property
     def rank(self) -> int:
@@ -117,6 +115,24 @@ class Context:
     def state_shape(self) -> tuple[int, int, int]:
         """(HV, K, V) of a state as it is stored and sent: head dims padded to a multiple of 16."""
         return (self.heads[1], padded(self.head_dims[0]), padded(self.head_dims[1]))
+
+    def note_call(self, entry: str, direction: str, *, keeps: bool = True) -> None:
+        """Write `last_call`. ``keeps``: whether this forward saved anything for a backward."""
+        asked, options = self.asked["backend"], self.options
+        self.last_call.clear()
+        self.last_call.update(
+            entry=entry,
+            direction=direction,
+            exchange=self.choice.kind,
+            exchange_reason=self.choice.reason,
+            segments=f"grid:{self.plan.grid}" if self.plan.grid else self.plan.p_vector,
+            segments_rule=self.segments.rule,
+            segments_note=self.segments.note,
+            backend="torch",
+            backend_reason="asked for" if asked == "torch" else "auto: the only one that is there yet",
+            saved=options.save if keeps else "nothing",
+            maps="saved" if options.save_transfer else "recomputed",
+        )
 
     def with_heads(
         self, heads: tuple[int, int], head_dims: tuple[int, int] | None = None, conv: tuple[int, int] | None = None

@@ -5,14 +5,14 @@ The operator (`library.py`) serves torch.compile and selective checkpointing, wh
 same.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cp_gdn import library
-from cp_gdn.backends.torch_chunked import Inputs
-from cp_gdn.checks import check_inputs, check_state, check_tensor
+from cp_gdn.checks import check_call, check_choices, check_state, check_tensor, token_rows, token_shape
 from cp_gdn.context import Context
 from cp_gdn.op import InputGradients, Saved, run_backward, run_forward
 
@@ -51,16 +51,17 @@ def chunk_gated_delta_rule(
         ValueError, TypeError: an argument does not fit the context; nothing was sent.
         CommFailed: another rank failed; names it and its reason.
     """
-    with ctx.comm.guard("chunk_gated_delta_rule"):
-        x = _inputs(ctx, (q, k, v, g, beta), scale, use_qk_l2norm_in_kernel)
-        check_state("initial_state", initial_state, ctx, len(ctx.entry_docs))
-        _refuse_workspace(workspace)
-        tensors = (x.q, x.k, x.v, x.g, x.beta, initial_state)
+    tensors = (q, k, v, g, beta, initial_state)
+    with _guard(ctx, "chunk_gated_delta_rule"):
+        factor, l2norm = check_choices(ctx, scale, use_qk_l2norm_in_kernel, workspace)
         if library.is_wanted():
-            o, final = library.call(ctx, x, initial_state)
+            o, final = library.call(ctx, tensors, factor, l2norm)
         else:
-            o, final = _GatedDeltaRule.apply(*tensors, ctx, x.scale, x.l2norm)
-    return o.view(v.shape), final if output_final_state else None
+            check_call(ctx, tensors[:5], initial_state, factor, l2norm)
+            o, final = _GatedDeltaRule.apply(*tensors, ctx, factor, l2norm)
+            keeps = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+            ctx.note_call("eager", "forward", keeps=keeps)
+    return o, final if output_final_state else None
 
 
 def forward(
@@ -78,11 +79,11 @@ def forward(
     workspace: None = None,
 ) -> tuple[Tensor, Tensor | None, Saved]:
     """`chunk_gated_delta_rule` without autograd: also returns what `backward` takes. Same arguments, same bits."""
-    with ctx.comm.guard("forward"):
-        x = _inputs(ctx, (q, k, v, g, beta), scale, use_qk_l2norm_in_kernel)
-        check_state("initial_state", initial_state, ctx, len(ctx.entry_docs))
-        _refuse_workspace(workspace)
+    with _guard(ctx, "forward"):
+        factor, l2norm = check_choices(ctx, scale, use_qk_l2norm_in_kernel, workspace)
+        x = check_call(ctx, (q, k, v, g, beta), initial_state, factor, l2norm)
         o, final, saved = run_forward(ctx, x, initial_state)
+        ctx.note_call("explicit", "forward")
     return o.view(v.shape), final if output_final_state else None, saved
 
 
@@ -96,48 +97,46 @@ def backward(dout: Tensor | None, dfinal_state: Tensor | None, saved: Saved, *, 
     Returns:
         Gradients of the inputs without a leading 1 ([T, ...]), and of the initial states if there were any.
     """
-    with ctx.comm.guard("backward"):
+    with _guard(ctx, "backward"):
+        if not isinstance(saved, Saved):
+            raise TypeError(f"saved: got {type(saved).__name__}, expected what cp_gdn.forward returned")
         if dout is not None:
-            dout = dout[0] if dout.dim() == saved.inputs.v.dim() + 1 else dout
-            check_tensor("dout", dout, ctx, saved.inputs.v.shape, (ctx.dtype,))
+            shape = saved.inputs.v.shape
+            check_tensor("dout", dout, ctx, token_shape(dout, *shape), (ctx.dtype,))
+            dout = dout.view(shape)
         check_state("dfinal_state", dfinal_state, ctx, len(ctx.exit_docs))
-        return run_backward(ctx, dout, dfinal_state, saved)
+        grads = run_backward(ctx, dout, dfinal_state, saved)
+        ctx.note_call("explicit", "backward")
+    return grads
 
 
-def _inputs(ctx: Context, tensors: tuple[Tensor, ...], scale: float | None, l2norm: bool) -> Inputs:
-    """Checked inputs without the leading 1."""
-    check_inputs(ctx, *tensors)
-    batched = tensors[0].dim() == 4
-    q, k, v, g, beta = (t[0] for t in tensors) if batched else tensors
-    scale = ctx.head_dims[0] ** -0.5 if scale is None else float(scale)
-    return Inputs(q=q, k=k, v=v, g=g, beta=beta, scale=scale, l2norm=bool(l2norm))
-
-
-def _refuse_workspace(workspace: object) -> None:
-    if workspace is not None:
-        raise NotImplementedError("workspace: caller-held workspaces are not there yet; leave workspace=None")
+def _guard(ctx: Context, what: str) -> AbstractContextManager[None]:
+    if not isinstance(ctx, Context):
+        raise TypeError(f"ctx: got {type(ctx).__name__}, expected the result of cp_gdn.build_context")
+    # A compiler traces what stands here once; the operator it keeps guards its own runs.
+    return nullcontext() if torch.compiler.is_compiling() else ctx.comm.guard(what)
 
 
 class _GatedDeltaRule(torch.autograd.Function):
-    """Eager entry: o [T, HV, V] and the final states, one node for both."""
+    """Eager entry: o like v and the final states, one node for both."""
 
     @staticmethod
     def forward(node: Any, *args: Any) -> tuple[Tensor, Tensor]:
         *tensors, initial, ctx, scale, l2norm = args
-        q, k, v, g, beta = tensors
-        x = Inputs(q=q, k=k, v=v, g=g, beta=beta, scale=scale, l2norm=l2norm)
-        o, final, saved = run_forward(ctx, x, initial)
+        o, final, saved = run_forward(ctx, token_rows(tensors, scale, l2norm), initial)
         node.save_for_backward(*tensors, saved.states, saved.maps, saved.owned)
         node.ctx, node.scale, node.l2norm, node.has_initial = ctx, scale, l2norm, initial is not None
         node.set_materialize_grads(False)
-        return o, final
+        return o.view(tensors[2].shape), final
 
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(node: Any, dout: Tensor | None, dfinal: Tensor | None) -> tuple[Any, ...]:
-        q, k, v, g, beta, states, maps, owned = node.saved_tensors
-        x = Inputs(q=q, k=k, v=v, g=g, beta=beta, scale=node.scale, l2norm=node.l2norm)
+        *tensors, states, maps, owned = node.saved_tensors
+        ctx: Context = node.ctx
+        x = token_rows(tensors, node.scale, node.l2norm)
         saved = Saved(inputs=x, states=states, maps=maps, owned=owned, has_initial=node.has_initial)
-        with node.ctx.comm.guard("chunk_gated_delta_rule backward"):
-            grads = run_backward(node.ctx, dout, dfinal, saved)
-        return grads.q, grads.k, grads.v, grads.g, grads.beta, grads.initial_state, None, None, None
+        with ctx.comm.guard("chunk_gated_delta_rule backward"):
+            grads = run_backward(ctx, dout if dout is None else dout.reshape(x.v.shape), dfinal, saved)
+            ctx.note_call("eager", "backward")
+        return *library.like_inputs(grads, tensors), grads.initial_state, None, None, None

@@ -77,6 +77,11 @@ class GatedDeltaNet(nn.Module):
         self.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))
         self.norm_weight.fill_(1.0)
 
+    @property
+    def conv(self) -> tuple[int, int]:
+        """(channels, width) of the convolution, as `build_context` takes it."""
+        return self.conv_channels, self.conv_width
+
     def forward(
         self, x: Tensor, ctx: Context | None = None, cu_seqlens: Sequence[int] | Tensor | None = None
     ) -> Tensor:
@@ -109,9 +114,15 @@ class GatedDeltaNet(nn.Module):
             )
 
     def _context_alone(self, comm: Comm, cu_seqlens: Sequence[int] | Tensor, qkvz: Tensor) -> Context:
-        conv = (self.conv_channels, self.conv_width)
-        shape = {"heads": self.heads, "head_dims": self.head_dims, "conv": conv}
-        return build_context(partition(cu_seqlens, 1), comm, device=qkvz.device, dtype=qkvz.dtype, **shape)
+        return build_context(
+            partition(cu_seqlens, 1),
+            comm,
+            device=qkvz.device,
+            heads=self.heads,
+            head_dims=self.head_dims,
+            dtype=qkvz.dtype,
+            conv=self.conv,
+        )
 
     def _mix(self, qkvz: Tensor, ba: Tensor, ctx: Context) -> Tensor:
         """From the projections [1, T, ...] to the gated norm's output [1, T, HV * V]."""

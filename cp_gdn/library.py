@@ -1,12 +1,21 @@
 """The library entry: forward and backward as `torch.library` operators, the context as an int, what is saved as
-outputs."""
+outputs.
+
+Checks and the guard of the Comm are inside the operators, so that a compiled graph has them too, and a compiler's fake
+run refuses what a real one would.
+"""
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from cp_gdn.backends.torch_chunked import Inputs
+from cp_gdn.checks import check_call, token_rows
 from cp_gdn.context import CONTEXTS, Context
-from cp_gdn.op import Saved, run_backward, run_forward
+from cp_gdn.op import InputGradients, Saved, run_backward, run_forward
+
+Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def is_wanted() -> bool:
@@ -14,10 +23,16 @@ def is_wanted() -> bool:
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
-def call(ctx: Context, x: Inputs, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
-    """o and the final states through the operator."""
-    out = forward_op(x.q, x.k, x.v, x.g, x.beta, initial_state, ctx.handle, x.scale, x.l2norm)
+def call(ctx: Context, tensors: Sequence[Tensor | None], scale: float, l2norm: bool) -> tuple[Tensor, Tensor]:
+    """o and the final states through the operator; ``tensors`` are q, k, v, g, beta and the initial states."""
+    out = forward_op(*tensors, ctx.handle, scale, l2norm)
     return out[0], out[1]
+
+
+def like_inputs(grads: InputGradients, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Gradients of q, k, v, g, beta with the leading 1 where the inputs have it."""
+    found = (grads.q, grads.k, grads.v, grads.g, grads.beta)
+    return [grad.view(t.shape) for grad, t in zip(found, tensors, strict=True)]
 
 
 def _context(handle: int) -> Context:
@@ -47,41 +62,34 @@ def forward_op(
     scale: float,
     l2norm: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    x = Inputs(q=q, k=k, v=v, g=g, beta=beta, scale=scale, l2norm=l2norm)
-    o, final, saved = run_forward(_context(handle), x, initial)
-    return o, final, saved.states, _empty_if_none(saved.maps, final), _empty_if_none(saved.owned, final)
+    context = _context(handle)
+    with context.comm.guard("chunk_gated_delta_rule"):
+        x = check_call(context, (q, k, v, g, beta), initial, scale, l2norm)
+        o, final, saved = run_forward(context, x, initial)
+        context.note_call("library", "forward")
+    return o.view(v.shape), final, saved.states, _empty_if_none(saved.maps, final), _empty_if_none(saved.owned, final)
 
 
 @forward_op.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    initial: Tensor | None,
-    handle: int,
-    scale: float,
-    l2norm: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _(*args: Any) -> Outputs:
+    *tensors, initial, handle, scale, l2norm = args
     ctx = _context(handle)
+    with ctx.comm.guard("chunk_gated_delta_rule"):
+        check_call(ctx, tensors, initial, scale, l2norm)
     value_heads, key_dim, _ = ctx.state_shape
+    v = tensors[2]
 
     def state(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=ctx.state_dtype, device=q.device)
+        return v.new_empty(shape, dtype=ctx.state_dtype)
 
-    keep = ctx.options.save_transfer
-    owned = (
-        ctx.routes.forward_owner.owned_shape(ctx.rank, ctx.world_size, ctx.state_shape)
-        if ctx.routes.forward_owner
-        else None
-    )
+    owner, keep = ctx.routes.forward_owner, ctx.options.save_transfer
+    owned = owner.owned_shape(ctx.rank, ctx.world_size, ctx.state_shape) if keep and owner else (0,)
     return (
-        torch.empty(v.shape, dtype=q.dtype, device=q.device),
+        v.new_empty(v.shape),
         state(len(ctx.plan.exit_docs), ctx.heads[1], *ctx.head_dims),
         state(len(ctx.plan.segments), *ctx.state_shape),
         state(ctx.schedule.num_maps, value_heads, key_dim, key_dim) if keep else state(0),
-        state(*owned) if keep and owned is not None else state(0),
+        state(*owned),
     )
 
 
@@ -95,15 +103,17 @@ def backward_op(
     l2norm: bool,
     has_initial: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    q, k, v, g, beta, states, maps, owned = tensors
-    x = Inputs(q=q, k=k, v=v, g=g, beta=beta, scale=scale, l2norm=l2norm)
+    *inputs, states, maps, owned = tensors
+    x = token_rows(inputs, scale, l2norm)
     saved = Saved(
         inputs=x, states=states, maps=_none_if_empty(maps), owned=_none_if_empty(owned), has_initial=has_initial
     )
     ctx = _context(handle)
     with ctx.comm.guard("chunk_gated_delta_rule backward"):
-        grads = run_backward(ctx, dout, dfinal, saved)
-    return grads.q, grads.k, grads.v, grads.g, grads.beta, _empty_if_none(grads.initial_state, states)
+        grads = run_backward(ctx, dout if dout is None else dout.reshape(x.v.shape), dfinal, saved)
+        ctx.note_call("library", "backward")
+    dq, dk, dv, dg, dbeta = like_inputs(grads, inputs)
+    return dq, dk, dv, dg, dbeta, _empty_if_none(grads.initial_state, states)
 
 
 @backward_op.register_fake
@@ -118,21 +128,26 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     ctx = _context(handle)
     rows = (len(ctx.plan.entry_docs), ctx.heads[1], *ctx.head_dims) if has_initial else (0,)
-    dq, dk, dv, dg, dbeta = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in tensors[:5])
+    dq, dk, dv, dg, dbeta = (t.new_empty(t.shape) for t in tensors[:5])
     return dq, dk, dv, dg, dbeta, tensors[5].new_empty(rows)
 
 
-def _setup_context(node: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple) -> None:  # type: ignore[type-arg]
-    q, k, v, g, beta, initial, handle, scale, l2norm = inputs
-    node.save_for_backward(q, k, v, g, beta, *output[2:])
-    node.call = (handle, scale, l2norm, initial is not None)  # type: ignore[attr-defined]
-    node.set_materialize_grads(False)
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
+    *tensors, initial, handle, scale, l2norm = inputs
+    ctx.save_for_backward(*tensors, *output[2:])
+    ctx.call = (handle, scale, l2norm, initial is not None)
+    ctx.set_materialize_grads(False)
 
 
-def _backward(node, dout, dfinal, *_):  # type: ignore[no-untyped-def]
-    handle, scale, l2norm, has_initial = node.call
-    *grads, dinitial = backward_op(dout, dfinal, list(node.saved_tensors), handle, scale, l2norm, has_initial)
+def _backward(ctx: Any, dout: Tensor | None, dfinal: Tensor | None, *_: None) -> tuple[Any, ...]:
+    handle, scale, l2norm, has_initial = ctx.call
+    *grads, dinitial = backward_op(dout, dfinal, list(ctx.saved_tensors), handle, scale, l2norm, has_initial)
     return *grads, dinitial if has_initial else None, None, None, None
 
 
+def _refuse_twice(ctx: Any, *_: Any) -> None:
+    raise RuntimeError("cp_gdn: chunk_gated_delta_rule has first derivatives only; drop create_graph=True")
+
+
 forward_op.register_autograd(_backward, setup_context=_setup_context)
+backward_op.register_autograd(_refuse_twice)

@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 import time
+from contextlib import suppress
 
 from .board import Board, diagnose
 from .failure import Failure, LinkError, Progress, StoreLost
@@ -24,6 +25,7 @@ class Monitor:
 
     def __init__(self, board: Board, link: Transport, progress: Progress, timeout: float) -> None:
         self._board, self._link, self._progress, self._timeout = board, link, progress, timeout
+        self._store_lost = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"cp_gdn monitor {board.rank}", daemon=True)
         self._thread.start()
@@ -40,11 +42,9 @@ class Monitor:
             self._link.enter_monitor()
         failure = None
         while failure is None and not self._stop.wait(POLL):
-            try:
-                failure = self._look()
-            except StoreLost:
-                if not on_device:
-                    return  # the next wait that breaks says so; at the end of a job the store's host just leaves first
+            failure = self._look()
+            if self._store_lost and not on_device:
+                return  # the next wait that breaks says so; at the end of a job the store's host just leaves first
         if failure is not None:
             self._progress.failed = failure
             self._link.abort()
@@ -56,12 +56,15 @@ class Monitor:
         status = self._progress.status(device_waits=stuck.peers if stuck else ())
         if stuck and stuck.seconds > self._timeout:
             error = LinkError(stuck.doing, peers=stuck.peers, late=True)
-            found = diagnose(self._board, status, error, self._timeout)
-            try:
-                return self._board.report(found)
-            except StoreLost:
-                return found
-        return self._board.attend(status)
+            failure = diagnose(self._board, status, error, self._timeout)
+            with suppress(StoreLost):
+                failure = self._board.report(failure)
+            return failure
+        try:
+            return None if self._store_lost else self._board.attend(status)
+        except StoreLost:
+            self._store_lost = True
+            return None
 
     def _last_call(self, failure: Failure) -> None:
         end = time.monotonic() + LAST_CALL

@@ -7,10 +7,13 @@ it before; and a world bound to a device makes it split the world's communicator
 """
 
 import ctypes
+import logging
 import queue
+import re
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -23,10 +26,11 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from .failure import LinkError
 from .transport import Flight, Messages, Stuck, Transport
 
+log = logging.getLogger("cp_gdn")
 _KINDS = ("gloo", "nccl")
-_WATCHDOG = timedelta(
-    hours=1
-)  # torch's own limit, which ends the process without a reason: the monitor must come first
+# torch's own limit on messages, which ends the process without a reason: the monitor must come first.
+_WATCHDOG = timedelta(hours=1)
+_EARLY = 0.05  # s: waits are cut to whole milliseconds, so a deadline can seem not to have passed yet
 
 
 class ProcessGroupTransport(Transport):
@@ -53,6 +57,7 @@ class ProcessGroupTransport(Transport):
         self._backends: dict[str, Any] = {}
         self._flights: weakref.WeakSet[_HostFlight] = weakref.WeakSet()
         self._clock = _DeviceClock()
+        self._watching = False
         self._lock = threading.Lock()
 
     def open(self, timeout: float) -> None:
@@ -94,11 +99,10 @@ class ProcessGroupTransport(Transport):
         return flight
 
     def stuck(self) -> Stuck | None:
-        return self._clock.oldest()
+        return self._clock.oldest() if self._watching else None
 
     def enter_monitor(self) -> None:
-        if "nccl" in self._kinds.values():
-            _relax_capture_mode()
+        self._watching = "nccl" in self._kinds.values() and _relax_capture_mode()
 
     def abort(self) -> None:
         # gloo: pairs close, and so wake the peers, once nothing holds the backend or a work of it: no local name of a
@@ -110,13 +114,13 @@ class ProcessGroupTransport(Transport):
             flight.drop()
         nccl = self._backends.pop("nccl", None)
         if nccl is not None:
-            nccl.abort()
+            _in_background(nccl.abort)
 
     def close(self) -> None:
         self._backends.pop("gloo", None)
         nccl = self._backends.pop("nccl", None)
         if nccl is not None:
-            nccl.shutdown()  # after what is on its way; its destructor would abort that
+            _in_background(nccl.shutdown)  # after what is on its way; its destructor would abort that
 
 
 class _HostFlight(Flight):
@@ -144,7 +148,7 @@ class _HostFlight(Flight):
                 del self._works[0]
             except (RuntimeError, IndexError) as error:  # IndexError: dropped by abort in another thread
                 self.drop()
-                raise _broken(error, (peer,), late=time.monotonic() >= end) from None
+                raise _broken(error, (peer,), late=time.monotonic() > end - _EARLY) from None
         self._keep = None
 
     def drop(self) -> None:
@@ -246,10 +250,10 @@ def _peers(sends: Messages, recvs: Messages) -> tuple[int, ...]:
 
 
 def _broken(error: Exception, peers: tuple[int, ...], *, late: bool = False) -> LinkError:
+    """What torch says without the place in its sources before and the advice behind."""
+    text = re.sub(r"^\[\S+\] ", "", str(error).split("\n", 1)[0]).split(". This is typically", 1)[0]
     closed = isinstance(error, (KeyError, IndexError))
-    return LinkError(
-        "the duplicate group is closed" if closed else str(error).split("\n", 1)[0], peers=peers, late=late
-    )
+    return LinkError("the duplicate group is closed" if closed else text, peers=peers, late=late)
 
 
 def _pinned(like: Tensor) -> Tensor:
@@ -262,7 +266,19 @@ def _group_store(group: dist.ProcessGroup) -> Store:
     return dist.distributed_c10d._get_process_group_store(group)
 
 
-def _relax_capture_mode() -> None:
-    """Let this thread query events while another one captures a graph, which the query would make invalid otherwise."""
+def _in_background(end: Callable[[], None]) -> None:
+    """Run it, but do not wait for ever: NCCL ends a communicator after the last graph that was captured with it."""
+    thread = threading.Thread(target=end, name="cp_gdn closing nccl", daemon=True)
+    thread.start()
+    thread.join(timeout=5.0)
+
+
+def _relax_capture_mode() -> bool:
+    """Let this thread query events while another one captures a graph, which a query would make invalid otherwise."""
     relaxed = ctypes.c_int(2)
-    ctypes.CDLL(None).cudaThreadExchangeStreamCaptureMode(ctypes.byref(relaxed))
+    try:
+        ctypes.CDLL(None).cudaThreadExchangeStreamCaptureMode(ctypes.byref(relaxed))
+    except AttributeError:
+        log.warning("cp_gdn: this torch hides the CUDA runtime, so late messages on the device are not noticed")
+        return False
+    return True

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from cp_gdn.calibration import H200_MODEL, Settings, calibration_for, fit, load_calibration
+from cp_gdn.calibration import H200_MODEL, Settings, _nonnegative_lstsq, calibration_for, fit, load_calibration
 from cp_gdn.cost_model import quantities, step_ns
 
 TRUTH = replace(
@@ -102,6 +103,21 @@ def test_a_fit_leaves_alone_what_no_row_bears_on_and_never_goes_below_zero() -> 
     assert fitted.times.launch == 0
     assert 2000 < fitted.times.grad < 3000
     assert replace(fitted.times, grad=0, launch=0) == replace(H200_MODEL.times, grad=0, launch=0)
+
+
+def test_the_least_squares_are_the_best_of_all_choices_of_free_columns() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        a, b = rng.normal(size=(7, 4)), rng.normal(size=7)
+        found = _nonnegative_lstsq(a, b)
+        assert (found >= 0).all()
+        best = np.inf
+        for free in (list(free) for n in range(5) for free in combinations(range(4), n)):
+            x = np.zeros(4)
+            x[free] = np.linalg.lstsq(a[:, free], b, rcond=None)[0]
+            if (x >= 0).all():
+                best = min(best, float(np.sum((a @ x - b) ** 2)))
+        assert np.sum((a @ found - b) ** 2) <= best * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cp_gdn import cost_model
 from cp_gdn.calibration import H200_MODEL, Settings
 from cp_gdn.cost_model import StepModel, quantities, step_ns
 from cp_gdn.layout import partition
@@ -118,3 +119,13 @@ def test_bounds_of_the_step_are_never_above_it_and_several_ranks_give_what_one_d
         for i, q in enumerate(p):
             assert model.bounds()[r, i] <= model.varying_ns(r, i)
             assert model.step_ns(r, i) == step_ns(rank, q, value_heads, H200_MODEL)
+
+
+def test_the_p_of_a_rank_does_not_depend_on_which_ranks_are_planned_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cost_model, "USEFUL", 1)
+    crowded, lone = [(1024, 0)] * 3, [(2048, 0)]  # at most 4 and at most 8 are tried
+    alone = p_vector("measured", [crowded], 48, 132)
+    monkeypatch.setattr(cost_model, "USEFUL", 16)
+    assert alone != p_vector("measured", [crowded], 48, 132)
+    monkeypatch.setattr(cost_model, "USEFUL", 1)
+    assert p_vector("measured", [crowded, lone], 48, 132)[:1] == alone

@@ -83,7 +83,7 @@ def make_context(layer: GatedDeltaNet, comm: Comm, bounds: Bounds, layout: str, 
         heads=layer.heads,
         head_dims=layer.head_dims,
         dtype=layer.conv_weight.dtype,
-        conv=(layer.conv_channels, layer.conv_width),
+        conv=layer.conv,
         segments=f"grid:{grid}" if grid else "auto",
     )
 

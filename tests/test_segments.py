@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from cp_gdn.calibration import H200_MODEL
 from cp_gdn.layout import partition
 from cp_gdn.makespan import RankTable, lpt_makespan, makespan_bound, rank_tables, table_rows
+from cp_gdn.seed_rules import RankCosts
 from cp_gdn.segments import GB300, H200, RULES, p_vector, parse_segments, resolve_segments, row_cost
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -143,6 +144,10 @@ def test_seed_rules_on_an_h200_weigh_its_own_walks() -> None:
     assert own != seed
 
 
+def test_walk_steps_weigh_summaries_five_to_three() -> None:
+    assert RankCosts(table_rows([(10, 1), (20, 0)]), 1, 1, GB300).steps(1) == 5 * 10 + 3 * 30
+
+
 def test_no_ranks_and_ranks_without_fragments_are_planned() -> None:
     for rule in ALL_RULES:
         assert p_vector(rule, [], 48, 132) == []
@@ -200,6 +205,14 @@ def test_segments_of_a_partition_come_from_what_was_asked() -> None:
     occ = resolve_segments("occ", part, 48, replace(H200_MODEL, sm_count=200), "half a device")
     assert list(occ.p_vector) == p_vector("occ", rank_tables(part, grid="fragment"), 48, 200)
     assert occ.note == "half a device"
+
+
+def test_the_seed_rules_count_chunks_from_the_fragment_and_the_measured_rule_from_the_document() -> None:
+    part = partition(
+        [0, 120], 2, "contiguous"
+    )  # 60 tokens each; the second fragment lies on two chunks of the document
+    assert resolve_segments("occ", part, 1).p_vector == (1, 1)
+    assert [rows[0][0] for rows in rank_tables(part)] == [1, 2]
 
 
 def test_rules_refuse_what_they_cannot_plan_by_name() -> None:

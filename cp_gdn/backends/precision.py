@@ -5,7 +5,8 @@ from contextlib import contextmanager
 
 import torch
 
-_MATMULS = tuple(m for m in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul) if hasattr(m, "fp32_precision"))
+_BACKENDS = (torch.backends.cuda, torch.backends.mkldnn)
+_MATMULS = tuple(b.matmul for b in _BACKENDS if hasattr(getattr(b, "matmul", None), "fp32_precision"))
 """Where a release keeps the precision of fp32 products (CUDA and oneDNN)."""
 
 

@@ -50,9 +50,9 @@ class ByteModel(nn.Module):
     @property
     def conv(self) -> tuple[int, int]:
         """(channels, width) of the mixers' convolutions, for `build_context`."""
-        mixer = self.blocks[0].mixer
-        assert isinstance(mixer, GatedDeltaNet)
-        return mixer.conv_channels, mixer.conv_width
+        block = self.blocks[0]
+        assert isinstance(block, Block)
+        return block.mixer.conv
 
     def forward(self, ids: Tensor, ctx: Context) -> Tensor:
         x = self.embedding(ids)

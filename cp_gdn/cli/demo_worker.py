@@ -48,9 +48,16 @@ def start_group(args: argparse.Namespace) -> torch.device:
 
 def make_context(pack: Pack, comm: cp_gdn.Comm, model: ByteModel, args: argparse.Namespace) -> cp_gdn.Context:
     part = cp_gdn.partition(pack.cu_seqlens, comm.size, layout=args.layout)
-    device = next(model.parameters()).device
-    shape = {"heads": HEADS, "head_dims": HEAD_DIMS, "conv": model.conv}
-    return cp_gdn.build_context(part, comm, device=device, dtype=torch.float32, exchange=args.exchange, **shape)
+    return cp_gdn.build_context(
+        part,
+        comm,
+        device=next(model.parameters()).device,
+        heads=HEADS,
+        head_dims=HEAD_DIMS,
+        dtype=torch.float32,
+        conv=model.conv,
+        exchange=args.exchange,
+    )
 
 
 def loss_of(model: ByteModel, pack: Pack, ctx: cp_gdn.Context) -> tuple[Tensor, Tensor]:

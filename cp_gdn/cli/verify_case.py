@@ -95,8 +95,8 @@ def run_rank(case: Case, comm: cp_gdn.Comm, exchange: str) -> Results:
     o, final_state = cp_gdn.chunk_gated_delta_rule(
         *inputs[:5], ctx=ctx, initial_state=inputs[5], output_final_state=True
     )
-    outputs, upstream = [o, final_state], [local["do"], whole["dfinal_state"][exits]]
-    grads = torch.autograd.grad(outputs, inputs, upstream)
+    assert final_state is not None
+    grads = torch.autograd.grad([o, final_state], inputs, [local["do"], whole["dfinal_state"][exits]])
     results = dict(zip((f"d{name}" for name in INPUTS), grads, strict=True))
     results |= {"o": o.detach(), "final_state": final_state.detach()}
     return results | {"token_ids": ctx.token_ids, "entry_docs": entry, "exit_docs": exits}

@@ -1,12 +1,13 @@
 """Runs a case as real processes over gloo, as the twin in this process, and on one rank."""
 
+import functools
 import tempfile
 import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import ProcessContext, ProcessException, spawn
 
 import cp_gdn
 from cp_gdn.cli.verify_case import Case, Results, run_rank
@@ -25,7 +26,7 @@ class WorldFailed(RuntimeError):
 def run_processes(case: Case) -> WorldResults:
     """Both exchanges over real process groups: one spawned process per rank, results through files."""
     with tempfile.TemporaryDirectory(prefix="cp_gdn-verify-") as folder:
-        spawned = mp.spawn(_rank_main, args=(case, folder), nprocs=case.world, join=False)
+        spawned = spawn(_rank_main, args=(case, folder), nprocs=case.world, join=False)
         _join(spawned)
         ranks = [torch.load(Path(folder, f"rank{rank}.pt")) for rank in range(case.world)]
     return {exchange: [results[exchange] for results in ranks] for exchange in EXCHANGES}
@@ -41,14 +42,14 @@ def _rank_main(rank: int, case: Case, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def _join(spawned: mp.ProcessContext) -> None:
+def _join(spawned: ProcessContext) -> None:
     """Wait for every rank; the first failure ends the others, and its traceback is in the error."""
     deadline = time.monotonic() + DEADLINE_S
     try:
         while not spawned.join(timeout=1.0):
             if time.monotonic() > deadline:
                 raise WorldFailed(f"the ranks did not end within {DEADLINE_S:.0f} s")
-    except mp.ProcessException as error:
+    except ProcessException as error:
         raise WorldFailed(str(error)) from error
     finally:
         for process in spawned.processes:
@@ -57,7 +58,7 @@ def _join(spawned: mp.ProcessContext) -> None:
 
 def run_twin(case: Case) -> WorldResults:
     """Both exchanges with all ranks in this process, messages replaced by copies."""
-    return {name: cp_gdn.twin(case.world, lambda comm, name=name: run_rank(case, comm, name)) for name in EXCHANGES}
+    return {name: cp_gdn.twin(case.world, functools.partial(run_rank, case, exchange=name)) for name in EXCHANGES}
 
 
 def run_one_rank(case: Case) -> Results:
@@ -68,4 +69,4 @@ def run_one_rank(case: Case) -> Results:
 def check_case(case: Case) -> None:
     """Plan the case without running it: raises the ValueError that the plan raises."""
     for exchange in EXCHANGES:
-        cp_gdn.twin(case.world, lambda comm, exchange=exchange: case.context(comm, exchange))
+        cp_gdn.twin(case.world, functools.partial(case.context, exchange=exchange))
