@@ -8,8 +8,6 @@ library that picks its algorithm by batch size cannot change bits; entry states 
 chain's start.
 """
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
 
@@ -25,18 +23,20 @@ def apply(maps: Tensor, states: Tensor, *, adjoint: bool) -> Tensor:
     return out
 
 
-def run(hops: Iterable[Hops], states: Tensor, maps: Tensor, offsets: Tensor | None, *, adjoint: bool = False) -> None:
-    """Take hops one after the other, in place: states[dst] = M[map_row] states[src] + offsets[offset_row].
+def run(hops: Hops, states: Tensor, maps: Tensor, offsets: Tensor | None, *, adjoint: bool = False) -> None:
+    """Take hops step after step, in place: states[dst] = M[map_row] states[src] + offsets[offset_row].
 
     Args:
-        hops: uploaded hops; those without maps copy their offset.
+        hops: uploaded hops; where chains start the offset alone is the state.
         states: [n, HV, K, X], read at src and written at dst.
         maps: [m, HV, K, K]. offsets: [b, HV, K, X], or None for products of maps alone.
     """
-    for hop in hops:
-        if hop.map_row is None:
+    sizes = [count for count, _ in hops.steps]
+    columns = (column.split(sizes) for column in (hops.dst, hops.src, hops.offset_row, hops.map_row))
+    for (_, starts), dst, src, offset_row, map_row in zip(hops.steps, *columns, strict=True):
+        if starts:
             assert offsets is not None
-            states[hop.dst] = offsets[hop.offset_row]
+            states[dst] = offsets[offset_row]
             continue
-        out = apply(maps[hop.map_row], states[hop.src], adjoint=adjoint)
-        states[hop.dst] = out if offsets is None else out.add_(offsets[hop.offset_row])
+        out = apply(maps[map_row], states[src], adjoint=adjoint)
+        states[dst] = out if offsets is None else out.add_(offsets[offset_row])

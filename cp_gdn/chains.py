@@ -6,25 +6,40 @@ rest is the outbox, what leaves this rank. "Before" and "after" follow the direc
 before.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from cp_gdn.layout import FragmentTable, Partition
-from cp_gdn.plan import Index, Ints, Plan, Segments
+from cp_gdn.plan import Index, Ints, Plan, Segments, runs
 
 NONE = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hops:
-    """Hops that may be taken at once. ``map_row`` is None where chains start: there the offset alone is the state."""
+    """Hops, step after step; those of one step may be taken at once.
+
+    Attributes:
+        dst, src: states written and read. offset_row, map_row: rows of the buffers.
+        steps: per step how many hops it has, and whether chains start there: then the offset alone is the state.
+    """
 
     dst: Index
     src: Index
     offset_row: Index
-    map_row: Index | None
+    map_row: Index
+    steps: tuple[tuple[int, bool], ...]
+
+
+def hops_by_step(step: Ints, starts: Ints, *columns: Ints) -> Hops:
+    """Hops sorted by ``step`` (chain starts of a step first); columns are dst, src, offset_row, map_row."""
+    key = 2 * step + ~starts
+    order = np.argsort(key, kind="stable")
+    dst, src, offset_row, map_row = (column[order] for column in columns)
+    keys, counts = np.unique(key, return_counts=True)
+    steps = tuple((count, key % 2 == 0) for key, count in zip(keys.tolist(), counts.tolist(), strict=True))
+    return Hops(dst=dst, src=src, offset_row=offset_row, map_row=map_row, steps=steps)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,14 +100,14 @@ class Maps:
         segments: the segments with tokens of their document on both sides, ascending; row i is the map of segments[i].
         of_segment: [n] row of each segment's map, -1 where none is needed.
         of_slot: [slots] row of each fragment's map: composed if it has several segments, -1 where none is needed.
-        compose: hops inside the buffer that fill the composed rows, left to right.
+        compose: hops inside the buffer that fill the composed rows, left to right; they use no offsets.
         size: rows in all.
     """
 
     segments: Ints
     of_segment: Ints
     of_slot: Ints
-    compose: tuple[Hops, ...]
+    compose: Hops
     size: int
 
 
@@ -109,12 +124,12 @@ def build_maps(segments: Segments, *, grid: bool) -> Maps:
     of_slot[whole] = of_segment[first[whole]]
     several = NONE if grid else whole[count[whole] > 1]
     of_slot[several] = len(ids) + np.arange(len(several))
-    hops = []
-    for k in range(1, int(count[several].max(initial=0))):
-        slots = several[count[several] > k]
-        src = of_slot[slots] if k > 1 else of_segment[first[slots]]
-        hops.append(Hops(dst=of_slot[slots], src=src, offset_row=NONE, map_row=of_segment[first[slots] + k]))
-    return Maps(segments=ids, of_segment=of_segment, of_slot=of_slot, compose=tuple(hops), size=len(ids) + len(several))
+    owner, k = runs(count[several] - 1)
+    slots = several[owner]
+    src = np.where(k > 0, of_slot[slots], of_segment[first[slots]])
+    rows = of_segment[first[slots] + k + 1]
+    compose = hops_by_step(k, np.zeros(len(k), dtype=bool), of_slot[slots], src, rows, rows)
+    return Maps(segments=ids, of_segment=of_segment, of_slot=of_slot, compose=compose, size=len(ids) + len(several))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,15 +152,15 @@ class Chains:
     order: ChainOrder
     mine: slice
     summarized: Ints
-    compose: tuple[Hops, ...]
+    compose: Hops
     num_offsets: int
     num_states: int
     exit_state: Ints
-    local: tuple[Hops, ...]
+    local: Hops
     independent: Ints
     dependent: Ints
-    inner_independent: tuple[Hops, ...]
-    inner_dependent: tuple[Hops, ...]
+    inner_independent: Hops
+    inner_dependent: Hops
 
 
 class HopBuilder:
@@ -189,45 +204,41 @@ class HopBuilder:
     def num_states(self) -> int:
         return max(len(self.segments), int(self.exit_state.max(initial=-1)) + 1)
 
-    def compose(self) -> Iterator[Hops]:
+    def compose(self) -> Hops:
         """Offsets of fragments with several segments, in the order in which a state would pass them."""
-        for k in range(1, int(self.count[self.several].max(initial=0))):
-            slots = self.several[self.count[self.several] > k]
-            ids, dst = self.segment(slots, k), self.row_of_slot[slots]
-            src = dst if k > 1 else self.row_of_segment[self.segment(slots, 0)]
-            yield Hops(dst=dst, src=src, offset_row=self.row_of_segment[ids], map_row=self.maps.of_segment[ids])
+        owner, k = runs(self.count[self.several] - 1)
+        slots = self.several[owner]
+        ids, dst = self.segment(slots, k + 1), self.row_of_slot[slots]
+        src = np.where(k > 0, dst, self.row_of_segment[self.segment(slots, 0)])
+        never = np.zeros(len(k), dtype=bool)
+        return hops_by_step(k, never, dst, src, self.row_of_segment[ids], self.maps.of_segment[ids])
 
-    def exits(self, slots: Ints, *, starts: bool) -> Iterator[Hops]:
-        """Each fragment's exit from its entry: through its composed map, or in grid mode through every segment's
-        own."""
-        if not len(slots):
-            return
+    def exits(self, slots: Ints, wave: Ints) -> Hops:
+        """Each fragment's exit from its entry, wave after wave: through its composed map, or in grid mode through every
+        segment's own.
+        """
+        starts = self.order.before[self.mine][slots] < 0
         if not self.plan.grid:
-            maps = None if starts else self.maps.of_slot[slots]
-            yield Hops(
-                dst=self.exit_state[slots], src=self.segment(slots, 0), offset_row=self.row_of_slot[slots], map_row=maps
-            )
-            return
-        for k in range(int(self.count[slots].max())):
-            some = slots[self.count[slots] > k]
-            last = self.count[some] == k + 1
-            following = self.segment(some, np.minimum(k + 1, self.count[some] - 1))
-            yield self._step(some, k, np.where(last, self.exit_state[some], following), starts=starts and k == 0)
+            entry, rows = self.segment(slots, 0), self.row_of_slot[slots]
+            return hops_by_step(wave, starts, self.exit_state[slots], entry, rows, self.maps.of_slot[slots])
+        count = self.count[slots]
+        owner, k = runs(count)
+        ids, last = self.segment(slots[owner], k), k + 1 == count[owner]
+        following = self.segment(slots[owner], np.minimum(k + 1, count[owner] - 1))
+        dst = np.where(last, self.exit_state[slots[owner]], following)
+        step = wave[owner] * (int(count.max(initial=0)) + 1) + k
+        return self._through(step, starts[owner] & (k == 0), dst, ids)
 
-    def inner(self, slots: Ints) -> Iterator[Hops]:
+    def inner(self, slots: Ints) -> Hops:
         """From the entry of each fragment to the entries of its later segments."""
-        starts = self.order.before[self.mine] < 0
-        for k in range(int(self.count[slots].max(initial=0)) - 1):
-            some = slots[self.count[slots] > k + 1]
-            groups = ((some[starts[some]], True), (some[~starts[some]], False)) if k == 0 else ((some, False),)
-            for group, first in groups:
-                if len(group):
-                    yield self._step(group, k, self.segment(group, k + 1), starts=first)
+        owner, k = runs(np.maximum(self.count[slots] - 1, 0))
+        slots = slots[owner]
+        starts = (self.order.before[self.mine][slots] < 0) & (k == 0)
+        return self._through(k, starts, self.segment(slots, k + 1), self.segment(slots, k))
 
-    def _step(self, slots: Ints, k: int, dst: Ints, *, starts: bool) -> Hops:
-        ids = self.segment(slots, k)
-        rows = None if starts else self.maps.of_segment[ids]
-        return Hops(dst=dst, src=ids, offset_row=self.row_of_segment[ids], map_row=rows)
+    def _through(self, step: Ints, starts: Ints, dst: Ints, ids: Ints) -> Hops:
+        """Hops through the segments' own maps, from the entry state of each."""
+        return hops_by_step(step, starts, dst, ids, self.row_of_segment[ids], self.maps.of_segment[ids])
 
 
 def build_chains(builder: HopBuilder, *, exchange_steps_segments: bool) -> Chains:
@@ -244,11 +255,6 @@ def build_chains(builder: HopBuilder, *, exchange_steps_segments: bool) -> Chain
     local_slots = slots[~crosses[slots] | (position[slots] == 0)]
     remote_slots = slots[crosses[slots] & (position[slots] > 0)]
     with_exit = local_slots[builder.has_after_slot[local_slots]]
-    local = [
-        hop
-        for p in range(int(position[with_exit].max(initial=-1)) + 1)
-        for hop in builder.exits(with_exit[position[with_exit] == p], starts=p == 0)
-    ]
     grid = bool(builder.plan.grid)
     stepped = np.flatnonzero(builder.has_after_slot)
     inner_local = np.setdiff1d(local_slots, stepped) if grid else local_slots
@@ -259,13 +265,13 @@ def build_chains(builder: HopBuilder, *, exchange_steps_segments: bool) -> Chain
         order=order,
         mine=mine,
         summarized=builder.summarized,
-        compose=tuple(builder.compose()),
+        compose=builder.compose(),
         num_offsets=len(builder.summarized) + len(builder.several),
         num_states=builder.num_states,
         exit_state=builder.exit_state,
-        local=tuple(local),
+        local=builder.exits(with_exit, position[with_exit]),
         independent=np.flatnonzero(independent),
         dependent=np.flatnonzero(~independent),
-        inner_independent=tuple(builder.inner(inner_local)),
-        inner_dependent=tuple(builder.inner(inner_remote)),
+        inner_independent=builder.inner(inner_local),
+        inner_dependent=builder.inner(inner_remote),
     )

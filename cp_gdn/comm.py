@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch import Tensor
 
 from .board import Board, diagnose
@@ -26,6 +27,9 @@ __all__ = ["Batch", "Comm", "CommFailed", "Message", "Pending", "PlanDisagreemen
 
 log = logging.getLogger("cp_gdn")
 T = TypeVar("T")
+
+# How torch leaves a recompute that has all it needs: raised while tensors are saved, and no failure.
+_NO_FAILURES = tuple(filter(None, (getattr(torch.utils.checkpoint, "_StopRecomputationError", None),)))
 
 
 class Comm:
@@ -143,7 +147,7 @@ class Comm:
         self._check()
         try:
             yield
-        except (CommFailed, PlanDisagreement):
+        except (CommFailed, PlanDisagreement, *_NO_FAILURES):
             raise  # every rank raises these by itself
         except BaseException as error:
             self.fail(f"{what}: {type(error).__name__}: {error}")

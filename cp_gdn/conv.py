@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from cp_gdn import library
 from cp_gdn.checks import DTYPES, check_tensor, token_shape
 from cp_gdn.halo import DeviceSide, Halo
 
@@ -34,6 +35,9 @@ def causal_conv1d(
     cut; the backward is its mirror. The gradients of weight and bias are this rank's partial sums: sum them over the
     group. Errors name the argument and come before any message.
     """
+    if library.is_wanted():
+        out: tuple[torch.Tensor, torch.Tensor] = forward_op(x_l, weight, bias, ctx.handle, activation)
+        return out[0]
     with ctx.comm.guard("causal_conv1d"):
         _check(x_l, weight, bias, ctx, activation)
         y: torch.Tensor = _CausalConv.apply(x_l, weight, bias, ctx, activation)
@@ -96,6 +100,62 @@ def backward(
         adj_extended = _extend(dpre, _finish(pending, dpre))
         dx = _tap_sum(adj_extended, weight, plan.adjoint.taps)
         return dx.to(x.dtype).reshape(x.shape), dweight, dbias
+
+
+# ---- the library entry: see library.py -------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("cp_gdn::conv_forward", mutates_args=())
+def forward_op(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, handle: int, activation: str | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """y and the halo rows."""
+    context = library.context_of(handle)
+    with context.comm.guard("causal_conv1d"):
+        _check(x, weight, bias, context, activation)
+        y, (_, halo, *_) = forward(x, weight, bias, context, activation)
+    return y, halo if halo.numel() else torch.empty_like(halo)  # no output of an operator may be a view of an input
+
+
+@forward_op.register_fake
+def _(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    x, weight, bias, handle, activation = args
+    context = library.context_of(handle)
+    with context.comm.guard("causal_conv1d"):
+        _check(x, weight, bias, context, activation)
+    return x.new_empty(x.shape), x.new_empty((sum(_halo(context).forward.recv_counts), weight.shape[0]))
+
+
+@torch.library.custom_op("cp_gdn::conv_backward", mutates_args=())
+def backward_op(
+    dy: torch.Tensor, tensors: list[torch.Tensor], handle: int, activation: str | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(dx, dweight, dbias); ``tensors`` are x, the halo, weight and, if there is one, bias."""
+    context, bias = library.context_of(handle), tensors[3] if len(tensors) > 3 else None
+    with context.comm.guard("causal_conv1d backward"):
+        dx, dweight, dbias = backward(dy, (tensors[0], tensors[1], tensors[2], bias), context, activation)
+    return dx, dweight, library.empty_if_none(dbias, dweight)
+
+
+@backward_op.register_fake
+def _(dy: torch.Tensor, tensors: list[torch.Tensor], *_: Any) -> tuple[torch.Tensor, ...]:
+    dx, _, dweight, *dbias = (t.new_empty(t.shape) for t in tensors)
+    return dx, dweight, dbias[0] if dbias else dweight.new_empty((0,))
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    x, weight, bias, *ctx.call = inputs
+    ctx.save_for_backward(x, output[1], weight, *(() if bias is None else (bias,)))
+    ctx.has_bias = bias is not None
+
+
+def _backward(ctx: Any, dy: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    dx, dweight, dbias = backward_op(dy, list(ctx.saved_tensors), *ctx.call)
+    return dx, dweight, dbias if ctx.has_bias else None, None, None
+
+
+forward_op.register_autograd(_backward, setup_context=_keep)
+backward_op.register_autograd(library.refuse_twice)
 
 
 # ---- mathematics: plain tensors, no messages -------------------------------------------------------------------------

@@ -35,18 +35,20 @@ def like_inputs(grads: InputGradients, tensors: Sequence[Tensor]) -> list[Tensor
     return [grad.view(t.shape) for grad, t in zip(found, tensors, strict=True)]
 
 
-def _context(handle: int) -> Context:
+def context_of(handle: int) -> Context:
+    """The context behind an operator's int."""
     ctx = CONTEXTS.get(handle)
     if ctx is None:
         raise RuntimeError("cp_gdn: the context of this call is gone; keep the context alive as long as its graph")
     return ctx
 
 
-def _empty_if_none(x: Tensor | None, like: Tensor) -> Tensor:
+def empty_if_none(x: Tensor | None, like: Tensor) -> Tensor:
+    """What an operator returns for None: it has no optional outputs."""
     return like.new_empty((0,)) if x is None else x
 
 
-def _none_if_empty(x: Tensor) -> Tensor | None:
+def none_if_empty(x: Tensor) -> Tensor | None:
     return None if x.dim() == 1 else x
 
 
@@ -62,18 +64,18 @@ def forward_op(
     scale: float,
     l2norm: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    context = _context(handle)
+    context = context_of(handle)
     with context.comm.guard("chunk_gated_delta_rule"):
         x = check_call(context, (q, k, v, g, beta), initial, scale, l2norm)
         o, final, saved = run_forward(context, x, initial)
         context.note_call("library", "forward")
-    return o.view(v.shape), final, saved.states, _empty_if_none(saved.maps, final), _empty_if_none(saved.owned, final)
+    return o.view(v.shape), final, saved.states, empty_if_none(saved.maps, final), empty_if_none(saved.owned, final)
 
 
 @forward_op.register_fake
 def _(*args: Any) -> Outputs:
     *tensors, initial, handle, scale, l2norm = args
-    ctx = _context(handle)
+    ctx = context_of(handle)
     with ctx.comm.guard("chunk_gated_delta_rule"):
         check_call(ctx, tensors, initial, scale, l2norm)
     value_heads, key_dim, _ = ctx.state_shape
@@ -106,14 +108,14 @@ def backward_op(
     *inputs, states, maps, owned = tensors
     x = token_rows(inputs, scale, l2norm)
     saved = Saved(
-        inputs=x, states=states, maps=_none_if_empty(maps), owned=_none_if_empty(owned), has_initial=has_initial
+        inputs=x, states=states, maps=none_if_empty(maps), owned=none_if_empty(owned), has_initial=has_initial
     )
-    ctx = _context(handle)
+    ctx = context_of(handle)
     with ctx.comm.guard("chunk_gated_delta_rule backward"):
         grads = run_backward(ctx, dout if dout is None else dout.reshape(x.v.shape), dfinal, saved)
         ctx.note_call("library", "backward")
     dq, dk, dv, dg, dbeta = like_inputs(grads, inputs)
-    return dq, dk, dv, dg, dbeta, _empty_if_none(grads.initial_state, states)
+    return dq, dk, dv, dg, dbeta, empty_if_none(grads.initial_state, states)
 
 
 @backward_op.register_fake
@@ -126,7 +128,7 @@ def _(
     l2norm: bool,
     has_initial: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    ctx = _context(handle)
+    ctx = context_of(handle)
     rows = (len(ctx.plan.entry_docs), ctx.heads[1], *ctx.head_dims) if has_initial else (0,)
     dq, dk, dv, dg, dbeta = (t.new_empty(t.shape) for t in tensors[:5])
     return dq, dk, dv, dg, dbeta, tensors[5].new_empty(rows)
@@ -145,9 +147,10 @@ def _backward(ctx: Any, dout: Tensor | None, dfinal: Tensor | None, *_: None) ->
     return *grads, dinitial if has_initial else None, None, None, None
 
 
-def _refuse_twice(ctx: Any, *_: Any) -> None:
-    raise RuntimeError("cp_gdn: chunk_gated_delta_rule has first derivatives only; drop create_graph=True")
+def refuse_twice(_: Any, *__: Any) -> None:
+    """The gradient of a backward operator."""
+    raise RuntimeError("cp_gdn: this call has first derivatives only; drop create_graph=True")
 
 
 forward_op.register_autograd(_backward, setup_context=_setup_context)
-backward_op.register_autograd(_refuse_twice)
+backward_op.register_autograd(refuse_twice)

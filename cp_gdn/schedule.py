@@ -40,10 +40,10 @@ class Side:
     start_row: Index
     summary: SegmentSet
     summary_row: Index
-    compose: tuple[Hops, ...]
-    local: tuple[Hops, ...]
-    inner_independent: tuple[Hops, ...]
-    inner_dependent: tuple[Hops, ...]
+    compose: Hops
+    local: Hops
+    inner_independent: Hops
+    inner_dependent: Hops
     independent: Replay
     dependent: Replay
 
@@ -66,7 +66,7 @@ class Schedule:
     transfer: SegmentSet
     transfer_row: Index
     num_maps: int
-    compose_maps: tuple[Hops, ...]
+    compose_maps: Hops
     forward: Side
     adjoint: Side
     empty_entry: Index

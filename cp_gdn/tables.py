@@ -1,6 +1,8 @@
 """Integer tables of a plan, moved to a device in one copy: any tree of dataclasses, tuples and int64 arrays."""
 
 import dataclasses
+import functools
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import numpy as np
@@ -13,28 +15,36 @@ ALIGN = 32
 Tree = TypeVar("Tree")
 
 
+@functools.cache
+def _fields(kind: type) -> tuple[str, ...]:
+    """Field names of a dataclass, () of anything else."""
+    return tuple(f.name for f in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else ()
+
+
+def _is_branch(node: Any) -> bool:
+    """Tuples of dataclasses or arrays hold tables; tuples of numbers do not."""
+    return isinstance(node, tuple) and bool(node) and (isinstance(node[0], np.ndarray) or bool(_fields(type(node[0]))))
+
+
 def _collect(node: Any, found: list[np.ndarray]) -> None:
     if isinstance(node, np.ndarray):
         found.append(node)
-    elif isinstance(node, tuple):
+    elif _is_branch(node):
         for item in node:
             _collect(item, found)
-    elif dataclasses.is_dataclass(node):
-        for field in dataclasses.fields(node):
-            _collect(getattr(node, field.name), found)
+    else:
+        for name in _fields(type(node)):
+            _collect(getattr(node, name), found)
 
 
-def _rebuild(node: Any, tables: list[Tensor]) -> Any:
-    """The same walk as `_collect`, taking one tensor per array from the front of ``tables``."""
+def _rebuild(node: Any, tables: Iterator[Tensor]) -> Any:
+    """The same walk as `_collect`, taking the next of ``tables`` for each array."""
     if isinstance(node, np.ndarray):
-        return tables.pop(0)
-    if isinstance(node, tuple):
+        return next(tables)
+    if _is_branch(node):
         return tuple(_rebuild(item, tables) for item in node)
-    if dataclasses.is_dataclass(node) and not isinstance(node, type):
-        return dataclasses.replace(
-            node, **{f.name: _rebuild(getattr(node, f.name), tables) for f in dataclasses.fields(node)}
-        )
-    return node
+    names = _fields(type(node))
+    return type(node)(**{name: _rebuild(getattr(node, name), tables) for name in names}) if names else node
 
 
 def upload(tree: Tree, device: torch.device) -> Tree:
@@ -49,6 +59,6 @@ def upload(tree: Tree, device: torch.device) -> Tree:
     for start, a in zip(starts, arrays, strict=True):
         host[start : start + a.size] = a.reshape(-1)
     moved = buffer.to(device, non_blocking=True)
-    tables = [moved[start : start + a.size].view(a.shape) for start, a in zip(starts, arrays, strict=True)]
-    result: Tree = _rebuild(tree, tables)
+    pieces = moved.split(sizes) if sizes else ()
+    result: Tree = _rebuild(tree, (piece[: a.size].view(a.shape) for piece, a in zip(pieces, arrays, strict=True)))
     return result

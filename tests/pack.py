@@ -115,11 +115,12 @@ def expected(content: Content) -> dict[str, Tensor]:
     return specification(make_pack(content))
 
 
-def part_of(lengths: Sequence[int], run: Run) -> Partition:
-    return cut(lengths, run.world, run.layout, run.align)
-
-
 def make_context(comm: Comm, run: Run, pack: Pack, **changes: Any) -> Context:
+    return context_of(cut(pack.lengths, run.world, run.layout, run.align), comm, run, pack, **changes)
+
+
+def context_of(part: Partition, comm: Comm, run: Run, pack: Pack, **changes: Any) -> Context:
+    """A context for a pack that is cut in some other way than the run says."""
     segments = [1 + 3 * r % 4 for r in range(run.world)] if run.segments == "vector" else run.segments
     arguments = {
         "heads": (pack.q.shape[1], pack.v.shape[1]),
@@ -129,12 +130,12 @@ def make_context(comm: Comm, run: Run, pack: Pack, **changes: Any) -> Context:
         "exchange": run.exchange,
         "options": Options(save_transfer=run.save_transfer, decay_cutoff=run.decay_cutoff),
     }
-    return build_context(part_of(pack.lengths, run), comm, **{**arguments, **changes})
+    return build_context(part, comm, **{**arguments, **changes})
 
 
 def local_inputs(ctx: Context, pack: Pack) -> dict[str, Tensor]:
     """This rank's rows as leaves, g and beta in the dtype of states; initial states if the pack has them."""
-    wide = {name: ctx.state_dtype for name in ("g", "beta")}
+    wide = dict.fromkeys(("g", "beta"), ctx.state_dtype)
     rows = {name: getattr(pack, name)[ctx.token_ids].to(wide.get(name, ctx.dtype)) for name in TOKENS}
     if pack.initial is not None:
         rows["initial_state"] = pack.initial[list(ctx.entry_docs)].to(ctx.state_dtype)
@@ -199,7 +200,7 @@ def head_sizes(x: Tensor) -> Tensor:
 
 
 def head_errors(got: Tensor, want: Tensor, whole: Tensor) -> Tensor:
-    """Relative L2 of every head [HV] of a rank's rows. A lone number of dg or dbeta is a dot product that may cancel, so
+    """Relative L2 of every head [HV] of a rank's rows. A lone dg or dbeta is a dot product that may cancel, so
     few numbers are measured by their root mean square in the ``whole`` tensor if that is larger. What is smaller than
     any normal number of the dtype counts as that small: an exact zero must be one."""
     size = head_sizes(want).clamp(min=torch.finfo(got.dtype).tiny)

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cp_gdn.chains import Chains, HopBuilder, Hops
+from cp_gdn.chains import Chains, HopBuilder, Hops, hops_by_step
 from cp_gdn.layout import Partition
-from cp_gdn.plan import Index, Ints, chunk_counts, segment_counts
+from cp_gdn.plan import Index, Ints, chunk_counts, runs, segment_counts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +35,7 @@ class OwnerRoutes:
     num_heads: tuple[int, ...]
     num_rows: tuple[int, ...]
     num_replies: tuple[int, ...]
-    hops: tuple[Hops, ...]
+    hops: Hops
     num_states: int
 
     def owned_shape(self, rank: int, world_size: int, state: tuple[int, int, int]) -> tuple[int, int, int, int]:
@@ -95,36 +95,33 @@ def _rows_of_middles(builder: HopBuilder, slots: Ints) -> tuple[Ints, Ints]:
     order."""
     if not builder.plan.grid:
         return builder.row_of_slot[slots], builder.maps.of_slot[slots]
-    count = builder.count[slots]
-    owner = np.repeat(slots, count)
-    k = np.arange(len(owner)) - np.repeat(np.cumsum(count) - count, count)
+    owner, k = runs(builder.count[slots])
+    owner = slots[owner]
     passed = builder.segment(owner, k)
     forward = builder.segments.of_slot[owner] + k
     return builder.row_of_segment[passed], builder.maps.of_segment[forward]
 
 
-def _owner_hops(chains: Chains, heads: Ints, middles: Ints, asks: Ints, counts: Ints) -> tuple[tuple[Hops, ...], int]:
-    """Entry states of all chains, one position of the chain after the other, segment by segment where rows are many."""
-    size, order = len(chains.order.before), chains.order
-    head_row, first_row, row_count, reply = (np.full(size, -1, dtype=np.int64) for _ in range(4))
-    head_row[heads] = np.arange(len(heads))
+def _owner_hops(chains: Chains, heads: Ints, middles: Ints, asks: Ints, counts: Ints) -> tuple[Hops, int]:
+    """Entry states of all chains, position after position, row by row where a fragment ships several."""
+    order = chains.order
+    head_row, first_row, row_count, reply = (np.full(len(order.before), -1, dtype=np.int64) for _ in range(4))
+    head_row[heads], reply[asks] = np.arange(len(heads)), np.arange(len(asks))
     first_row[middles], row_count[middles] = np.cumsum(counts) - counts, counts
-    reply[asks] = np.arange(len(asks))
-    hops, scratch = [], len(asks)
-    position = order.position[asks]
-    for p in range(1, int(position.max()) + 1):
-        here = asks[position == p]
-        source = order.before[here]
-        if p == 1:
-            hops.append(Hops(dst=reply[here], src=reply[here], offset_row=head_row[source], map_row=None))
-            continue
-        passing = scratch + np.arange(len(here))
-        for k in range(int(row_count[source].max())):
-            some = row_count[source] > k
-            rows, count = first_row[source[some]], row_count[source[some]]
-            src = passing[some] if k else reply[source[some]]
-            dst = np.where(count == k + 1, reply[here[some]], passing[some])
-            map_row = rows + (count - 1 - k if chains.reverse else k)
-            hops.append(Hops(dst=dst, src=src, offset_row=len(heads) + rows + k, map_row=map_row))
-    widest = int(np.bincount(position).max())
-    return tuple(hops), scratch + widest
+    source, position = order.before[asks], order.position[asks]
+    starts = position == 1  # the fragment before is a chain start, whose exit state came as a head
+    passed = np.where(starts, 1, row_count[source])
+    passing = np.where(
+        passed > 1, len(asks) + np.cumsum(passed > 1) - 1, -1
+    )  # scratch between the rows of one fragment
+    ask, k = runs(passed)
+    row, last = first_row[source][ask], k + 1 == passed[ask]
+    hops = hops_by_step(
+        position[ask] * (int(passed.max()) + 1) + k,
+        starts[ask],
+        np.where(last, reply[asks][ask], passing[ask]),
+        np.where(k > 0, passing[ask], reply[source][ask]),
+        np.where(starts[ask], head_row[source][ask], len(heads) + row + k),
+        row + (passed[ask] - 1 - k if chains.reverse else k),
+    )
+    return hops, len(asks) + int((passed > 1).sum())

@@ -5,6 +5,7 @@ activation checkpoint's recompute, which autograd may run in another thread, fin
 Legend: B rows of the batch, S tokens of a row, N global and T local tokens, W ranks.
 """
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -44,6 +45,7 @@ class Pack:
         partition: of all N tokens of the batch, row after row. comm: the group. device: of the hidden states.
         batch_shape: (B, T / B), the leading dims of this rank's hidden states; row-major, they are the T local tokens.
         options: what `build_context` gets beside a layer's shape. contexts: those built, by layer shape.
+        checked_bounds: the boundary tensor that was last found equal to this pack's.
     """
 
     partition: Partition
@@ -52,6 +54,7 @@ class Pack:
     batch_shape: tuple[int, int]
     options: Mapping[str, Any] = field(default_factory=dict)
     contexts: dict[LayerShape, Context] = field(default_factory=dict)
+    checked_bounds: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         tokens = self.partition.local_tokens(self.comm.rank)
@@ -106,6 +109,7 @@ class Seat:
     Attributes:
         pack: of the running step, or of the last one: a backward that runs after `hold` may recompute its forward.
         active: inside `hold`. suspended: inside `unsharded`. retired: given up by `Takeover.disable`.
+        layer_types: entries of a config's layer_types that run sharded. layers: those that were taken over.
     """
 
     def __init__(self, comm: Comm, *, on_one_rank: bool = False, **options: Any) -> None:
@@ -115,6 +119,8 @@ class Seat:
         self.comm, self.on_one_rank, self.options = comm, on_one_rank, options
         self.pack: Pack | None = None
         self.active = self.suspended = self.retired = False
+        self.layer_types = {"linear_attention", "full_attention"}
+        self.layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._packs: OrderedDict[tuple[Any, ...], Pack] = OrderedDict()
         self._shapes: dict[LayerShape, None] = {}
 
@@ -172,6 +178,7 @@ class Seat:
             raise ValueError(
                 "pack: it belongs to another group than this seat; make it with this seat's rows or packed"
             )
+        self._refuse_replaced_forwards()
         outer = (self.pack, True) if self.active else (pack, False)
         # Plans are agreed here, outside of compiled code, for every layer shape that an earlier step met.
         for shape in self._shapes:
@@ -205,10 +212,12 @@ class Seat:
                 "); for evaluation or generation on whole sequences use `with cp_gdn.unsharded(model)`"
             )
         if tuple(hidden_states.shape[:2]) != pack.batch_shape:
+            way_out = "shard every input of the model"
+            if _in_backward():
+                way_out = "an activation checkpoint recomputes an earlier batch: call backward before sharding the next"
             raise ValueError(
                 f"hidden_states: got shape {list(hidden_states.shape)}, expected {[*pack.batch_shape, '..']}, this "
-                f"rank's share of the sharded batch of {pack.partition.num_tokens} tokens; "
-                "shard every input of the model"
+                f"rank's share of the sharded batch of {pack.partition.num_tokens} tokens; {way_out}"
             )
         return pack
 
@@ -216,6 +225,14 @@ class Seat:
         """The context of a layer's shape in ``pack``; later packs get theirs when they are held."""
         self._shapes.setdefault(shape)
         return pack.context(**shape._asdict())
+
+    def _refuse_replaced_forwards(self) -> None:
+        for layer in self.layers:
+            if "forward" in vars(layer) and "_hf_hook" not in vars(layer):
+                raise RuntimeError(
+                    f"cp_gdn: the forward of a {type(layer).__name__} was replaced after it was taken over, so it "
+                    "would run on its shard alone; load hub kernels (use_kernels, kernelize) before cp_gdn takes over"
+                )
 
 
 def seats_of(model: nn.Module) -> list[Seat]:

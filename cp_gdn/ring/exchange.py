@@ -11,8 +11,6 @@ from cp_gdn.comm import Batch, Comm, Pending
 from cp_gdn.flow import Flow
 from cp_gdn.ring.routes import Parcel, RingStep
 
-_END = RingStep(receives=(), hops=(), sends=())
-
 
 class RingExchange:
     """One exchange in flight. `start` posts the first messages and returns; `wait` finishes the walk."""
@@ -32,16 +30,18 @@ class RingExchange:
 
     def _walk(self) -> Iterator[None]:
         sent = []
-        for step, following in pairwise((*self.steps, _END)):
+        following: RingStep | None
+        for step, following in pairwise((*self.steps, None)):
             affine.run(step.hops, self.flow.states, self.flow.maps, self.flow.offsets, adjoint=self.flow.adjoint)
-            if not step.sends and not following.receives:
+            receives = following.receives if following else ()
+            if not step.sends and not receives:
                 continue
-            pending = self._post(step.sends, following.receives)
-            if not following.receives:
+            pending = self._post(step.sends, receives)
+            if not receives:
                 sent.append(pending)
                 continue
             yield
-            for parcel, states in zip(following.receives, pending.wait(), strict=True):
+            for parcel, states in zip(receives, pending.wait(), strict=True):
                 self.flow.states[parcel.states] = states
         for pending in sent:
             pending.wait()

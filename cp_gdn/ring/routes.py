@@ -24,7 +24,7 @@ class RingStep:
     then."""
 
     receives: tuple[Parcel, ...]
-    hops: tuple[Hops, ...]
+    hops: Hops
     sends: tuple[Parcel, ...]
 
 
@@ -43,20 +43,17 @@ def build_steps(builder: HopBuilder, chains: Chains) -> tuple[RingStep, ...]:
         steps.append(
             RingStep(
                 receives=tuple(_parcels(builder, before[received], received, builder.segment(received, 0))),
-                hops=tuple(_hops(builder, slots[level[slots] == t], wave)),
+                hops=_hops(builder, slots[level[slots] == t], wave),
                 sends=tuple(_parcels(builder, after[sent], sent, chains.exit_state[sent])),
             )
         )
     return tuple(steps)
 
 
-def _hops(builder: HopBuilder, slots: Ints, wave: Ints) -> Iterator[Hops]:
-    """Exits of a level, wave by wave; chain starts are stepped before the exchange begins."""
-    slots = slots[builder.has_after_slot[slots]]
-    starts = builder.order.before[builder.mine] < 0
-    slots = slots[~starts[slots]]
-    for w in range(int(wave[slots].max(initial=-1)) + 1):
-        yield from builder.exits(slots[wave[slots] == w], starts=False)
+def _hops(builder: HopBuilder, slots: Ints, wave: Ints) -> Hops:
+    """Exits of a level, wave by wave; chain starts were stepped before the exchange began."""
+    passing = builder.has_after_slot[slots] & (builder.order.before[builder.mine][slots] >= 0)
+    return builder.exits(slots[passing], wave[slots[passing]])
 
 
 def _parcels(builder: HopBuilder, neighbours: Ints, slots: Ints, states: Ints) -> Iterator[Parcel]:
