@@ -1,16 +1,24 @@
-"""Exact bytes of a context, before anything runs: what travels, per rank and kind of message, and what a forward
-keeps."""
+"""Exact bytes before anything runs: what travels, per rank and kind of message, and what a forward keeps.
 
-from collections.abc import Sequence
+Everything is a function of the partition and of a layer's shape, so that a plan on paper (`LayerOnPack`) and a context
+get the same figures from the same functions. Legend of array shapes: W ranks, F fragments of all ranks.
+"""
+
+from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 
 import numpy as np
+import torch
 
-from cp_gdn.a2a.routes import OwnerRoutes, heads_of
-from cp_gdn.chains import chain_order
+from cp_gdn.a2a.routes import heads_of
+from cp_gdn.backends.precision import state_dtype
+from cp_gdn.backends.torch_chunked import padded
 from cp_gdn.context import Context
-from cp_gdn.halo import build_halo
+from cp_gdn.layout import Partition
+from cp_gdn.plan import Ints, chunk_counts, segment_counts
+
+FORWARD = ("STATE", "STATE_HOME", "HALO")
+"""Purposes of a forward's messages; all others are a backward's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,6 +29,67 @@ class Traffic:
     received: int
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class AllTraffic:
+    """The same of every rank, int64 [W]."""
+
+    sent: Ints
+    received: Ints
+
+    def of(self, rank: int) -> Traffic:
+        return Traffic(sent=int(self.sent[rank]), received=int(self.received[rank]))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LayerOnPack:
+    """One layer's shape on a partition, and what was chosen for it: all that bytes depend on.
+
+    Attributes:
+        heads, head_dims, dtype, conv: as for `build_context`.
+        exchange: "ring", "a2a" or "none", as `choose_exchange` resolves it.
+        p_vector, grid: as `resolve_segments` gives them. save_transfer: see `Options`.
+    """
+
+    partition: Partition
+    heads: tuple[int, int]
+    head_dims: tuple[int, int]
+    dtype: torch.dtype
+    conv: tuple[int, int] | None
+    exchange: str
+    p_vector: tuple[int, ...]
+    grid: int = 0
+    save_transfer: bool = True
+
+    @property
+    def world_size(self) -> int:
+        return self.partition.world_size
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one number of a state, map or message."""
+        return state_dtype(self.dtype).itemsize
+
+    @property
+    def state_bytes(self) -> int:
+        """One head's state."""
+        return padded(self.head_dims[0]) * padded(self.head_dims[1]) * self.itemsize
+
+    @property
+    def map_bytes(self) -> int:
+        """One head's map."""
+        return padded(self.head_dims[0]) ** 2 * self.itemsize
+
+    def owned_heads(self) -> Ints:
+        """Value heads that each rank owns in an a2a exchange, [W]."""
+        owned = (heads_of(rank, self.world_size, self.heads[1]) for rank in range(self.world_size))
+        return np.array([heads.stop - heads.start for heads in owned], dtype=np.int64)
+
+    def per_rank(self, weights: Ints) -> Ints:
+        """Sums of a column of the fragment table [F] over each rank, [W]; exact below 2**53."""
+        summed = np.bincount(self.partition.table.rank, weights, self.world_size)
+        return summed.astype(np.int64)
+
+
 def saved_bytes(ctx: Context) -> dict[str, int]:
     """Bytes that one call of the op keeps for its backward on this rank.
 
@@ -29,17 +98,7 @@ def saved_bytes(ctx: Context) -> dict[str, int]:
         ``ctx.state_dtype``), ``states`` (entry states), ``maps`` and ``owned_maps`` (0 without ``save_transfer``; the
         latter only with a2a).
     """
-    tokens, (heads, value_heads), (key_dim, value_dim) = ctx.num_tokens, ctx.heads, ctx.head_dims
-    itemsize = ctx.state_dtype.itemsize
-    rows = tokens * (2 * heads * key_dim + value_heads * value_dim) * ctx.dtype.itemsize
-    keep, owner = ctx.options.save_transfer, ctx.routes.forward_owner
-    owned = 0 if owner is None else prod(owner.owned_shape(ctx.rank, ctx.world_size, ctx.state_shape))
-    return {
-        "inputs": rows + 2 * tokens * value_heads * itemsize,
-        "states": len(ctx.plan.segments) * prod(ctx.state_shape) * itemsize,
-        "maps": keep * ctx.schedule.num_maps * ctx.state_shape[0] * ctx.state_shape[1] ** 2 * itemsize,
-        "owned_maps": keep * owned * itemsize,
-    }
+    return {name: int(each[ctx.rank]) for name, each in kept_by_rank(layer_of(ctx)).items()}
 
 
 def comm_bytes(ctx: Context, rank: int | None = None) -> dict[str, Traffic]:
@@ -52,52 +111,142 @@ def comm_bytes(ctx: Context, rank: int | None = None) -> dict[str, Traffic]:
     rank = ctx.rank if rank is None else rank
     if not 0 <= rank < ctx.world_size:
         raise ValueError(f"rank: got {rank}, expected 0 to {ctx.world_size - 1}")
-    found: dict[str, Traffic] = {}
-    if ctx.exchange == "ring":
-        found |= {"STATE": _ring(ctx, rank, reverse=False), "ADJOINT": _ring(ctx, rank, reverse=True)}
-    elif ctx.exchange == "a2a":
-        forward, adjoint = ctx.routes.forward_owner, ctx.routes.adjoint_owner
-        assert forward is not None and adjoint is not None  # noqa: PT018
-        found["STATE"], found["STATE_HOME"] = _owners(ctx, forward, rank, maps=True)
-        found["ADJOINT"], found["ADJOINT_HOME"] = _owners(ctx, adjoint, rank, maps=not ctx.options.save_transfer)
-    if ctx.conv is not None:
-        channels, width = ctx.conv
-        plan = build_halo(ctx.partition, rank, width)
-        found["HALO"] = _rows(plan.forward.send_counts, plan.forward.recv_counts, channels * ctx.dtype.itemsize)
-        found["HALO_GRAD"] = _rows(
-            plan.adjoint.send_counts, plan.adjoint.recv_counts, channels * ctx.state_dtype.itemsize
-        )
+    return {purpose: each.of(rank) for purpose, each in traffic_by_rank(layer_of(ctx)).items()}
+
+
+def layer_of(ctx: Context) -> LayerOnPack:
+    """What the bytes of a context depend on."""
+    return LayerOnPack(
+        partition=ctx.partition,
+        heads=ctx.heads,
+        head_dims=ctx.head_dims,
+        dtype=ctx.dtype,
+        conv=ctx.conv,
+        exchange=ctx.exchange,
+        p_vector=ctx.segments.p_vector,
+        grid=ctx.segments.grid,
+        save_transfer=ctx.options.save_transfer,
+    )
+
+
+def busiest(traffic: Mapping[str, AllTraffic], *, forward: bool) -> tuple[int, Traffic]:
+    """The rank with the most bytes of one direction of a step on its way in or out, and its totals."""
+    chosen = [each for purpose, each in traffic.items() if (purpose in FORWARD) == forward]
+    if not chosen:
+        return 0, Traffic(sent=0, received=0)
+    sent, received = (np.sum([getattr(each, name) for each in chosen], axis=0) for name in ("sent", "received"))
+    total = AllTraffic(sent=sent, received=received)
+    rank = int(np.maximum(total.sent, total.received).argmax())
+    return rank, total.of(rank)
+
+
+# ---- kept ------------------------------------------------------------------------------------------------------------
+
+
+def kept_by_rank(layer: LayerOnPack) -> dict[str, Ints]:
+    """`saved_bytes` of every rank, [W] each."""
+    table, (heads, value_heads), (key_dim, value_dim) = layer.partition.table, layer.heads, layer.head_dims
+    row = (2 * heads * key_dim + value_heads * value_dim) * layer.dtype.itemsize + 2 * value_heads * layer.itemsize
+    p = np.asarray(layer.p_vector, dtype=np.int64)[table.rank]
+    segments = segment_counts(chunk_counts(table.offset, table.length), p, layer.grid)
+    has_prev, has_next = table.prev >= 0, table.next >= 0
+    maps = np.maximum(segments - ~has_prev - ~has_next, 0)  # a map has tokens of its document on both sides
+    composed = has_prev & has_next & (segments > 1) & (not layer.grid)
+    owned = np.zeros(layer.world_size, dtype=np.int64)
+    if layer.exchange == "a2a":
+        owned = _shipped_rows(layer).sum() * layer.owned_heads()
+    return {
+        "inputs": layer.per_rank(table.length) * row,
+        "states": layer.per_rank(segments) * value_heads * layer.state_bytes,
+        "maps": layer.save_transfer * layer.per_rank(maps + composed) * value_heads * layer.map_bytes,
+        "owned_maps": layer.save_transfer * owned * layer.map_bytes,
+    }
+
+
+# ---- sent ------------------------------------------------------------------------------------------------------------
+
+
+def traffic_by_rank(layer: LayerOnPack) -> dict[str, AllTraffic]:
+    """`comm_bytes` of every rank."""
+    found: dict[str, AllTraffic] = {}
+    if layer.exchange == "ring":
+        ends, state = hop_ends(layer.partition), layer.heads[1] * layer.state_bytes
+        found["STATE"] = _between(layer, *ends, state)
+        found["ADJOINT"] = _between(layer, *ends[::-1], state)
+    elif layer.exchange == "a2a":
+        for purpose, (left, right) in owner_sizes(layer).items():
+            found[purpose] = AllTraffic(sent=left * (right.sum() - right), received=right * (left.sum() - left))
+    if layer.conv is not None:
+        channels, width = layer.conv
+        row, adjoint_row = channels * layer.dtype.itemsize, channels * layer.itemsize
+        found["HALO"] = _between(layer, *halo_ends(layer.partition, width, reverse=False), row)
+        found["HALO_GRAD"] = _between(layer, *halo_ends(layer.partition, width, reverse=True), adjoint_row)
     return found
 
 
-def _rows(sent: Sequence[int], received: Sequence[int], row: int) -> Traffic:
-    return Traffic(sent=sum(sent) * row, received=sum(received) * row)
+def hop_ends(part: Partition) -> tuple[Ints, Ints]:
+    """Ranks that a state leaves and enters, one entry per hop between ranks; the adjoint's hops are the same, turned
+    round."""
+    table = part.table
+    rows = np.flatnonzero(table.prev >= 0)
+    source, target = table.rank[table.prev[rows]], table.rank[rows]
+    far = source != target
+    return source[far], target[far]
 
 
-def _ring(ctx: Context, rank: int, *, reverse: bool) -> Traffic:
-    """One state per hop between ranks."""
-    table, order = ctx.partition.table, chain_order(ctx.partition.table, reverse=reverse)
-    hops = np.flatnonzero(order.before >= 0)
-    source, target = table.rank[order.before[hops]], table.rank[hops]
-    state = prod(ctx.state_shape) * ctx.state_dtype.itemsize
-    leaves, enters = ((source == rank) & (target != rank)).sum(), ((target == rank) & (source != rank)).sum()
-    return Traffic(sent=int(leaves) * state, received=int(enters) * state)
+def owner_sizes(layer: LayerOnPack) -> dict[str, tuple[Ints, Ints]]:
+    """Messages of an a2a exchange by purpose: rank r sends left[r] * right[j] bytes to rank j, both [W]."""
+    table, owned = layer.partition.table, layer.owned_heads()
+    crosses, middles = _crosses(layer.partition), _shipped_rows(layer)
+    found = {}
+    for purpose, link, maps in (("STATE", table.prev, True), ("ADJOINT", table.next, not layer.save_transfer)):
+        starts = layer.per_rank(crosses & (link < 0))
+        rest = layer.per_rank(crosses & (link >= 0))
+        shipped = (starts + middles) * layer.state_bytes + maps * middles * layer.map_bytes
+        found[purpose] = shipped, owned
+        found[f"{purpose}_HOME"] = owned * layer.state_bytes, rest
+    return found
 
 
-def _owners(ctx: Context, routes: OwnerRoutes, rank: int, *, maps: bool) -> tuple[Traffic, Traffic]:
-    """Summaries to the owners, and states home."""
-    world, (value_heads, key_dim, value_dim) = ctx.world_size, ctx.state_shape
-    width = [h.stop - h.start for h in (heads_of(j, world, value_heads) for j in range(world))]
-    state = key_dim * value_dim * ctx.state_dtype.itemsize
-    square = key_dim * key_dim * ctx.state_dtype.itemsize if maps else 0
-    per_head = [(h + r) * state + r * square for h, r in zip(routes.num_heads, routes.num_rows, strict=True)]
-    others = [j for j in range(world) if j != rank]
-    out = Traffic(
-        sent=per_head[rank] * sum(width[j] for j in others), received=width[rank] * sum(per_head[j] for j in others)
-    )
-    replies = routes.num_replies
-    home = Traffic(
-        sent=width[rank] * state * sum(replies[j] for j in others),
-        received=replies[rank] * state * sum(width[j] for j in others),
-    )
-    return out, home
+def halo_ends(part: Partition, width: int, *, reverse: bool) -> tuple[Ints, Ints]:
+    """Ranks that a row of the convolution's halo leaves and enters, one entry per row.
+
+    A fragment needs the `width` - 1 tokens before it, its mirror (`reverse`) those after it, inside its document.
+    """
+    table, bounds, steps = part.table, part.bounds, np.arange(width - 1)
+    live = np.flatnonzero(table.length > 0)
+    start = bounds[table.doc[live]] + table.offset[live]
+    order = np.argsort(start)
+    edge = start + table.length[live] if reverse else start - 1
+    room = bounds[table.doc[live] + 1] - edge if reverse else table.offset[live]
+    row, step = np.nonzero(steps < room[:, None])
+    key = table.rank[live][row] * max(1, part.num_tokens) + edge[row] + (step if reverse else -step)
+    key = np.unique(key)  # two fragments of one rank may need the same token
+    target, token = np.divmod(key, max(1, part.num_tokens))
+    source = table.rank[live][order][np.searchsorted(start[order], token, side="right") - 1]
+    far = source != target
+    return source[far], target[far]
+
+
+def _between(layer: LayerOnPack, source: Ints, target: Ints, item: int) -> AllTraffic:
+    sent, received = (np.bincount(end, minlength=layer.world_size) * item for end in (source, target))
+    return AllTraffic(sent=sent, received=received)
+
+
+def _crosses(part: Partition) -> Ints:
+    """Whether a fragment belongs to a chain that crosses ranks, [F]."""
+    table = part.table
+    linked = np.flatnonzero(table.prev >= 0)
+    hop = linked[table.rank[table.prev[linked]] != table.rank[linked]]
+    docs = np.zeros(part.num_docs, dtype=bool)
+    docs[table.doc[hop]] = True
+    return docs[table.doc] & (table.length > 0)
+
+
+def _shipped_rows(layer: LayerOnPack) -> Ints:
+    """Offset rows that each rank ships to owners for fragments in the middle of a chain, [W]: one per fragment, or in
+    grid mode one per segment."""
+    table = layer.partition.table
+    middle = _crosses(layer.partition) & (table.prev >= 0) & (table.next >= 0)
+    rows = segment_counts(chunk_counts(table.offset, table.length), 1, layer.grid)
+    return layer.per_rank(middle * rows)

@@ -1,4 +1,6 @@
-"""What a call is checked for, in this order, before anything is computed or sent: device, layout, dtype, shapes."""
+"""What is refused before anything is computed or sent: arguments of a context, then of a call, tensor by tensor in this
+order: device, layout, dtype, shapes.
+"""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -8,6 +10,10 @@ from torch import Tensor
 
 from cp_gdn.backends.precision import state_dtype
 from cp_gdn.backends.torch_chunked import Inputs
+from cp_gdn.comm import Comm
+from cp_gdn.halo import MAX_WIDTH
+from cp_gdn.layout import Partition
+from cp_gdn.options import Options
 
 if TYPE_CHECKING:
     from cp_gdn.context import Context
@@ -85,13 +91,53 @@ def check_state(name: str, x: object, ctx: "Context", docs: int) -> None:
         check_tensor(name, x, ctx, (docs, ctx.heads[1], *ctx.head_dims), (state_dtype(ctx.dtype),))
 
 
+def check_comm(comm: object) -> Comm:
+    """``comm`` itself."""
+    if not isinstance(comm, Comm):
+        raise TypeError(
+            f"comm: got {type(comm).__name__}, expected cp_gdn.Comm(group), or Comm.alone() for one process"
+        )
+    return comm
+
+
+def check_context(part: Any, comm: Comm, asked: dict[str, Any]) -> tuple[tuple[int, int], tuple[int, int]]:
+    """(H, HV) and (K, V) of a context's arguments ``asked``; segments and exchange are read where they are resolved."""
+    if not isinstance(part, Partition):
+        raise TypeError(f"part: got {type(part).__name__}, expected the result of cp_gdn.partition")
+    if part.world_size != comm.size:
+        raise ValueError(
+            f"part: made for world_size={part.world_size}, but comm has {comm.size} ranks; partition for {comm.size}"
+        )
+    try:
+        torch.device(asked["device"])
+    except (RuntimeError, TypeError):
+        raise ValueError(
+            f"device: got {asked['device']!r}, expected a torch device such as 'cpu' or 'cuda:0'"
+        ) from None
+    if asked["dtype"] not in DTYPES:
+        raise TypeError(f"dtype: got {asked['dtype']}, expected {' or '.join(map(str, DTYPES))}")
+    if asked["backend"] == "hopper":
+        raise NotImplementedError('backend="hopper" is not there yet; use backend="torch" or "auto"')
+    if asked["backend"] not in ("auto", "torch"):
+        raise ValueError(f"backend: got {asked['backend']!r}, expected 'auto', 'torch' or 'hopper'")
+    if not isinstance(asked["options"], Options):
+        raise TypeError(f"options: got {type(asked['options']).__name__}, expected cp_gdn.Options")
+    if asked["conv"] is not None:
+        channels, width = _check_pair("conv", asked["conv"], "(channels, width), or None without a convolution")
+        if width > MAX_WIDTH:
+            raise ValueError(f"conv: got {(channels, width)}, expected a width of 1 to {MAX_WIDTH}")
+    return check_heads(asked["heads"], asked["head_dims"])
+
+
 def check_heads(heads: object, head_dims: object) -> tuple[tuple[int, int], tuple[int, int]]:
     """(H, HV) with HV a multiple of H, and (K, V), all positive."""
-    pairs = []
-    for name, pair in (("heads", heads), ("head_dims", head_dims)):
-        if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not all(type(n) is int and n > 0 for n in pair):
-            raise ValueError(f"{name}: got {pair!r}, expected two positive ints")
-        pairs.append((pair[0], pair[1]))
-    if pairs[0][1] % pairs[0][0]:
-        raise ValueError(f"heads: got {pairs[0]}, expected the value heads to be a multiple of the query/key heads")
-    return pairs[0], pairs[1]
+    heads = _check_pair("heads", heads, "(H, HV)")
+    if heads[1] % heads[0]:
+        raise ValueError(f"heads: got {heads}, expected the value heads to be a multiple of the query/key heads")
+    return heads, _check_pair("head_dims", head_dims, "(K, V)")
+
+
+def _check_pair(name: str, pair: object, meaning: str) -> tuple[int, int]:
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not all(type(n) is int and n > 0 for n in pair):
+        raise ValueError(f"{name}: got {pair!r}, expected two positive ints {meaning}")
+    return pair[0], pair[1]

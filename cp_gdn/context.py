@@ -17,10 +17,10 @@ from cp_gdn.backends.precision import state_dtype
 from cp_gdn.backends.torch_backend import TorchBackend
 from cp_gdn.backends.torch_chunked import padded
 from cp_gdn.chains import HopBuilder, build_chains, build_maps
-from cp_gdn.checks import DTYPES, check_heads
+from cp_gdn.checks import check_comm, check_context
 from cp_gdn.comm import Comm
 from cp_gdn.exchange import Choice, Routes, build_routes, choose_exchange
-from cp_gdn.halo import MAX_WIDTH, Halo, build_halo, device_halo
+from cp_gdn.halo import Halo, build_halo, device_halo
 from cp_gdn.layout import Partition
 from cp_gdn.options import Options
 from cp_gdn.plan import Plan, build_plan
@@ -169,7 +169,7 @@ def build_context(
         ValueError, TypeError: an argument is refused; nothing was sent.
         PlanDisagreement: ranks called with different arguments; every rank's value is listed, on every rank.
     """
-    with comm.guard("build_context"):
+    with check_comm(comm).guard("build_context"):
         asked: dict[str, Any] = {
             "device": device,
             "heads": heads,
@@ -181,7 +181,7 @@ def build_context(
             "backend": backend,
             "options": options,
         }
-        heads, head_dims = _check_arguments(part, comm, asked)
+        heads, head_dims = check_context(part, comm, asked)
         picked = resolve_segments(segments, part, heads[1])
         itemsize = state_dtype(dtype).itemsize
         choice = choose_exchange(exchange, part, heads[1], head_dims, grid=picked.grid > 0, itemsize=itemsize)
@@ -190,29 +190,6 @@ def build_context(
         comm.agree("context", digest_fields(ctx))
     log.info("cp_gdn: %s over %d ranks, exchange %s (%s)", part.layout, comm.size, choice.kind, choice.reason)
     return ctx
-
-
-def _check_arguments(part: Partition, comm: Comm, asked: dict[str, Any]) -> tuple[tuple[int, int], tuple[int, int]]:
-    if not isinstance(part, Partition):
-        raise TypeError(f"part: got {type(part).__name__}, expected the result of cp_gdn.partition")
-    if part.world_size != comm.size:
-        raise ValueError(
-            f"part: made for world_size={part.world_size}, but comm has {comm.size} ranks; partition for {comm.size}"
-        )
-    if asked["dtype"] not in DTYPES:
-        raise TypeError(f"dtype: got {asked['dtype']}, expected one of {DTYPES}")
-    if asked["backend"] == "hopper":
-        raise NotImplementedError('backend="hopper" is not there yet; use backend="torch" or "auto"')
-    if asked["backend"] not in ("auto", "torch"):
-        raise ValueError(f"backend: got {asked['backend']!r}, expected 'auto', 'torch' or 'hopper'")
-    if not isinstance(asked["options"], Options):
-        raise TypeError(f"options: got {type(asked['options']).__name__}, expected cp_gdn.Options")
-    conv = asked["conv"]
-    if conv is not None and not (len(conv) == 2 and conv[0] > 0 and 1 <= conv[1] <= MAX_WIDTH):
-        raise ValueError(
-            f"conv: got {conv!r}, expected (channels, width) with channels > 0 and width from 1 to {MAX_WIDTH}"
-        )
-    return check_heads(asked["heads"], asked["head_dims"])
 
 
 def _assemble(
@@ -236,7 +213,7 @@ def _assemble(
         heads=tuple(asked["heads"]),
         head_dims=tuple(asked["head_dims"]),
         dtype=asked["dtype"],
-        conv=conv,
+        conv=None if conv is None else tuple(conv),
         options=options,
         segments=picked,
         choice=choice,

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from cp_gdn import library
 from cp_gdn.checks import DTYPES, check_tensor, token_shape
@@ -60,10 +59,11 @@ class _CausalConv(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(fctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        saved: Saved = fctx.saved_tensors
         with fctx.cp.comm.guard("causal_conv1d backward"):
-            return *backward(dy, fctx.saved_tensors, fctx.cp, fctx.activation), None, None
+            grads = library.only_once(lambda: backward(dy, saved, fctx.cp, fctx.activation), (dy, *saved))
+            return *grads, None, None
 
 
 Saved = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
@@ -113,7 +113,8 @@ def forward_op(
     context = library.context_of(handle)
     with context.comm.guard("causal_conv1d"):
         _check(x, weight, bias, context, activation)
-        y, (_, halo, *_) = forward(x, weight, bias, context, activation)
+        y, saved = forward(x, weight, bias, context, activation)
+    halo = saved[1]
     return y, halo if halo.numel() else torch.empty_like(halo)  # no output of an operator may be a view of an input
 
 
@@ -139,7 +140,7 @@ def backward_op(
 
 @backward_op.register_fake
 def _(dy: torch.Tensor, tensors: list[torch.Tensor], *_: Any) -> tuple[torch.Tensor, ...]:
-    dx, _, dweight, *dbias = (t.new_empty(t.shape) for t in tensors)
+    dx, _halo, dweight, *dbias = (t.new_empty(t.shape) for t in tensors)
     return dx, dweight, dbias[0] if dbias else dweight.new_empty((0,))
 
 

@@ -130,13 +130,16 @@ class _GatedDeltaRule(torch.autograd.Function):
         return o.view(tensors[2].shape), final
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(node: Any, dout: Tensor | None, dfinal: Tensor | None) -> tuple[Any, ...]:
-        *tensors, states, maps, owned = node.saved_tensors
+        *tensors, states, maps, owned = kept = node.saved_tensors
         ctx: Context = node.ctx
         x = token_rows(tensors, node.scale, node.l2norm)
         saved = Saved(inputs=x, states=states, maps=maps, owned=owned, has_initial=node.has_initial)
-        with ctx.comm.guard("chunk_gated_delta_rule backward"):
+
+        def run() -> tuple[Tensor | None, ...]:
             grads = run_backward(ctx, dout if dout is None else dout.reshape(x.v.shape), dfinal, saved)
             ctx.note_call("eager", "backward")
-        return *library.like_inputs(grads, tensors), grads.initial_state, None, None, None
+            return *library.like_inputs(grads, tensors), grads.initial_state
+
+        with ctx.comm.guard("chunk_gated_delta_rule backward"):
+            return *library.only_once(run, (*kept, dout, dfinal)), None, None, None

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from cp_gdn.comm import Comm
 from cp_gdn.context import Context, build_context
@@ -25,6 +26,11 @@ from cp_gdn.transport import CopyTransport, CopyWorld
 
 DT_RANGE = (1e-3, 0.1)
 """Time steps softplus(dt_bias) at the start, log-uniform: with A < 16 a token keeps exp(-1.6) to all of the state."""
+
+
+ROWS = 16
+"""Projections get a multiple of this many rows: CPU libraries sum the last few rows in another order, so that a row's
+bits would depend on how many tokens its rank holds."""
 
 
 class GatedDeltaNet(nn.Module):
@@ -95,12 +101,13 @@ class GatedDeltaNet(nn.Module):
         with comm.guard("GatedDeltaNet"):
             self._check_rows(x, ctx, cu_seqlens)
             rows = x.reshape(1, -1, self.hidden_size)
-            qkvz, ba = self.in_proj_qkvz(rows), self.in_proj_ba(rows)
+            padded, tokens = _pad_rows(rows), rows.shape[1]
+            qkvz, ba = (linear(padded)[:, :tokens] for linear in (self.in_proj_qkvz, self.in_proj_ba))
             if ctx is None:
                 length = x.shape[1]
                 bounds = [row * length for row in range(len(x) + 1)] if cu_seqlens is None else cu_seqlens
                 ctx = self._context_alone(comm, bounds, qkvz)
-            return self.out_proj(self._mix(qkvz, ba, ctx)).view(x.shape)
+            return self.out_proj(_pad_rows(self._mix(qkvz, ba, ctx)))[:, :tokens].view(x.shape)
 
     def _check_rows(self, x: Tensor, ctx: Context | None, cu_seqlens: Sequence[int] | Tensor | None) -> None:
         if x.dim() != 3 or x.shape[2] != self.hidden_size:
@@ -158,6 +165,12 @@ class GatedDeltaNet(nn.Module):
 
     def extra_repr(self) -> str:
         return f"heads={self.heads}, head_dims={self.head_dims}, conv_width={self.conv_width}"
+
+
+def _pad_rows(rows: Tensor) -> Tensor:
+    """[1, T, any] with zero rows up to a multiple of `ROWS`; the tensor itself if that is none."""
+    missing = -rows.shape[1] % ROWS
+    return F.pad(rows, (0, 0, 0, missing)) if missing else rows
 
 
 def _wide_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -5,7 +5,7 @@ Checks and the guard of the Comm are inside the operators, so that a compiled gr
 run refuses what a real one would.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -37,10 +37,28 @@ def like_inputs(grads: InputGradients, tensors: Sequence[Tensor]) -> list[Tensor
 
 def context_of(handle: int) -> Context:
     """The context behind an operator's int."""
-    ctx = CONTEXTS.get(handle)
+    ctx = CONTEXTS.get(int(handle))  # a compiler may have made it a symbol, and then fixes it
     if ctx is None:
         raise RuntimeError("cp_gdn: the context of this call is gone; keep the context alive as long as its graph")
     return ctx
+
+
+def refuse_twice(ctx: Any, *grad_outputs: Any) -> Any:
+    """The gradient of a backward."""
+    raise RuntimeError("cp_gdn: this call has first derivatives only; drop create_graph=True")
+
+
+class _FirstOnly(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, run: Callable[[], tuple[Any, ...]], *__: Tensor | None) -> tuple[Any, ...]:
+        return run()
+
+    backward = staticmethod(refuse_twice)
+
+
+def only_once(run: Callable[[], tuple[Any, ...]], tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    """run(), the gradients of a backward that reads ``tensors``; differentiating them again raises."""
+    return _FirstOnly.apply(run, *tensors) if torch.is_grad_enabled() else run()
 
 
 def empty_if_none(x: Tensor | None, like: Tensor) -> Tensor:
@@ -145,11 +163,6 @@ def _backward(ctx: Any, dout: Tensor | None, dfinal: Tensor | None, *_: None) ->
     handle, scale, l2norm, has_initial = ctx.call
     *grads, dinitial = backward_op(dout, dfinal, list(ctx.saved_tensors), handle, scale, l2norm, has_initial)
     return *grads, dinitial if has_initial else None, None, None, None
-
-
-def refuse_twice(_: Any, *__: Any) -> None:
-    """The gradient of a backward operator."""
-    raise RuntimeError("cp_gdn: this call has first derivatives only; drop create_graph=True")
 
 
 forward_op.register_autograd(_backward, setup_context=_setup_context)

@@ -105,7 +105,8 @@ def specification(pack: Pack) -> dict[str, Tensor]:
     o, final = gated_delta_rule(
         *(leaves[name] for name in TOKENS), pack.bounds, initial_state=initial, use_qk_l2norm=pack.l2norm
     )
-    loss = (o * pack.dout).sum() + (final * pack.dfinal).sum()
+    nothing = sum(x[:0].sum() for x in leaves.values())  # gives an empty pack a graph
+    loss = (o * pack.dout).sum() + (final * pack.dfinal).sum() + nothing
     grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
     return {"o": o.detach(), "final_state": final.detach(), **dict(zip(GRADIENTS, grads, strict=False))}
 
@@ -200,10 +201,11 @@ def head_sizes(x: Tensor) -> Tensor:
 
 
 def head_errors(got: Tensor, want: Tensor, whole: Tensor) -> Tensor:
-    """Relative L2 of every head [HV] of a rank's rows. A lone dg or dbeta is a dot product that may cancel, so
-    few numbers are measured by their root mean square in the ``whole`` tensor if that is larger. What is smaller than
-    any normal number of the dtype counts as that small: an exact zero must be one."""
-    size = head_sizes(want).clamp(min=torch.finfo(got.dtype).tiny)
+    """Relative L2 of every head [HV] of a rank's rows. A lone dg or dbeta is a dot product that may cancel, so few
+    numbers are measured by their root mean square in the ``whole`` tensor if that is larger. What is so small that its
+    parts lose digits to underflow in got's dtype counts as just large enough."""
+    limits = torch.finfo(got.dtype)
+    size = head_sizes(want).clamp(min=limits.tiny / limits.eps)
     if 0 < want.numel() < FEW * want.shape[1]:
         size = torch.maximum(size, head_sizes(whole) * (len(want) / len(whole)) ** 0.5)
     return head_sizes(got.double() - want) / size
@@ -228,7 +230,7 @@ def assert_close(shares: Sequence[Share], want: Mapping[str, Tensor], limits: tu
         for name, (error, rank, head) in worst_errors(shares, want).items()
         if not error <= limits[name == "dg"]
     }
-    assert over == {}
+    assert over == {}, over
 
 
 def differences(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> list[str]:
@@ -240,4 +242,5 @@ def differences(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> list[s
 def assert_same_bits(got: Sequence[Share], want: Sequence[Share]) -> None:
     """Every tensor of every rank."""
     found = [(rank, differences(a.tensors, b.tensors)) for rank, (a, b) in enumerate(zip(got, want, strict=True))]
-    assert [(rank, names) for rank, names in found if names] == []
+    differing = [(rank, names) for rank, names in found if names]
+    assert differing == [], differing

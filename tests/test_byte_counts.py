@@ -2,11 +2,17 @@
 
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 
 import cp_gdn
-from cp_gdn.byte_counts import comm_bytes, saved_bytes
+from cp_gdn.byte_counts import busiest, comm_bytes, halo_ends, saved_bytes
+from cp_gdn.forecast import Forecast, LayerSpec, forecast
+from cp_gdn.halo import build_halo
+from cp_gdn.layout import Partition
+from tests.cases import LAYOUTS as CUT_LAYOUTS
+from tests.cases import PACKS, cut
 
 PACK = [0, 200, 200, 264, 301, 900]
 LAYOUTS = ("contiguous", "zigzag", "zigzag_per_document")
@@ -18,6 +24,9 @@ CASES = [
     for save in (True, False)
     for segments in (2, "grid:1")
 ]
+
+BUSY = [[(0, 0, 10), (1, 0, 10)], [(2, 0, 10)], [(0, 10, 54), (1, 10, 126), (2, 10, 90)]]
+"""Pieces of three documents; rank 2 takes over all of them."""
 
 
 def step(comm: cp_gdn.Comm, layout: str, exchange: str, save: bool, segments: int | str) -> tuple:
@@ -57,12 +66,30 @@ def step(comm: cp_gdn.Comm, layout: str, exchange: str, save: bool, segments: in
     return counted, asked, held, saved_bytes(ctx)
 
 
+def on_paper(world: int, layout: str, exchange: str, save: bool, segments: int | str) -> Forecast:
+    """The same layer and pack without a group or a context."""
+    part = cp_gdn.partition(PACK, world, layout, align=64 if segments == "grid:1" else 1)
+    spec = LayerSpec(
+        heads=(1, 3),
+        head_dims=(16, 24),
+        dtype=torch.float32,
+        conv=(10, 4),
+        segments=segments,
+        exchange=exchange,
+        save_transfer=save,
+    )
+    return forecast(part, spec)
+
+
 @pytest.mark.parametrize(("world", "layout", "exchange", "save", "segments"), CASES)
 def test_queried_bytes_equal_the_counted_ones(
     world: int, layout: str, exchange: str, save: bool, segments: int | str
 ) -> None:
     ranks = cp_gdn.twin(world, lambda comm: step(comm, layout, exchange, save, segments))
+    paper = on_paper(world, layout, exchange, save, segments)
     for rank, (counted, _, held, saved) in enumerate(ranks):
+        assert {purpose: each.of(rank) for purpose, each in paper.traffic.items()} == ranks[rank][1][rank]
+        assert {name: each[rank] for name, each in paper.kept.items()} == saved
         for _, asked, _, _ in ranks:  # every rank knows every rank's
             for purpose, traffic in asked[rank].items():
                 assert (traffic.sent, traffic.received) == (counted[purpose, "send"], counted[purpose, "recv"]), purpose
@@ -75,3 +102,31 @@ def test_a_rank_outside_the_group_is_refused() -> None:
     ctx = cp_gdn.build_context(part, cp_gdn.Comm.alone(), heads=(1, 1), head_dims=(16, 16))
     with pytest.raises(ValueError, match="rank: got 1, expected 0 to 0"):
         comm_bytes(ctx, 1)
+
+
+def rows_by_rank(part: Partition, width: int, *, reverse: bool) -> tuple[list[int], list[int]]:
+    """Rows sent and received, from every rank's own halo plan."""
+    plans = [build_halo(part, rank, width) for rank in range(part.world_size)]
+    sides = [plan.adjoint if reverse else plan.forward for plan in plans]
+    return [sum(side.send_counts) for side in sides], [sum(side.recv_counts) for side in sides]
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+@pytest.mark.parametrize("layout", [*CUT_LAYOUTS, "explicit"])
+@pytest.mark.parametrize("pack", ["ragged", "five tokens", "empty documents", "no tokens", "300 documents"])
+def test_rows_of_the_halo_are_those_of_every_ranks_own_plan(pack: str, layout: str, width: int) -> None:
+    part = cut(PACKS[pack], 4, layout)
+    for reverse in (False, True):
+        source, target = halo_ends(part, width, reverse=reverse)
+        counted = tuple(np.bincount(end, minlength=4).tolist() for end in (source, target))
+        assert counted == rows_by_rank(part, width, reverse=reverse)
+
+
+def test_the_busiest_rank_has_the_most_bytes_in_or_out() -> None:
+    spec = LayerSpec(heads=(1, 2), head_dims=(16, 16), dtype=torch.float32, exchange="ring", segments=1)
+    found = forecast(cp_gdn.partition([0, 64, 200, 300], 3, fragments=BUSY), spec)
+    rank, traffic = busiest(found.traffic, forward=True)
+    state = 2 * 16 * 16 * 4
+    assert (rank, traffic.sent, traffic.received) == (2, 0, 3 * state)
+    rank, traffic = busiest(found.traffic, forward=False)
+    assert (rank, traffic.sent, traffic.received) == (2, 3 * state, 0)

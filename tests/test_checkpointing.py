@@ -1,4 +1,4 @@
-"""Activation checkpointing of two layers in every form: the bits of a run without it, and the same messages on both ends.
+"""Activation checkpointing of two layers in every form: the bits of a run without it, the same messages on both ends.
 
 A recompute runs the exchange again today, on every rank alike; a selective one that saves the operator does not.
 """

@@ -192,3 +192,14 @@ def test_every_argument_of_verify_reaches_the_case() -> None:
         "gate": "none",
         "seed": 5,
     }
+
+
+def test_demo_shows_the_end_of_the_log_and_ends_with_status_1_when_a_rank_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = 'import sys; print(\'{"step": 0, "loss": 5.0, "tokens_per_s": 1.0}\'); sys.exit(\'rank 1: out of luck\')'
+    monkeypatch.setattr(demo, "_command", lambda each: [sys.executable, "-c", script])
+    assert main.main(["demo", "--steps", "1", "--device", "cpu", "--out", str(tmp_path)]) == 1
+    shown = capsys.readouterr().err
+    assert "rank 1: out of luck" in shown
+    assert "the run on 2 ranks failed" in shown

@@ -131,8 +131,9 @@ def test_gradients_do_not_reach_into_messages() -> None:
     def use(comm: Comm) -> bool:
         x = torch.ones(2, requires_grad=True)
         got = comm.all_gather("ROWS", x, [2] * comm.size)
-        pieces = comm.all_to_all("SUMMARY", x, [1, 1], [1, 1]).wait()
-        return got.requires_grad or pieces.requires_grad or comm.all_reduce_sum("SUM", x).requires_grad
+        parts = comm.all_to_all("SUMMARY", x, [1, 1], [1, 1]).wait()
+        (row,) = comm.post(batch(sends=[(1 - comm.rank, x)], recvs=[(1 - comm.rank, (2,))])).wait()
+        return any(y.requires_grad for y in (got, parts, row, comm.all_reduce_sum("SUM", x)))
 
     assert twin(2, use) == [False, False]
 

@@ -13,10 +13,14 @@ class BadInput(ValueError):
 
 def integers(text: str) -> tuple[int, ...]:
     """`"0,37,88"` -> (0, 37, 88)."""
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected integers with commas between them") from None
+    values = []
+    for part in text.split(","):
+        try:
+            values.append(int(part))
+        except ValueError:
+            got = repr(text) if part == text else f"{part!r} in {text!r}"
+            raise argparse.ArgumentTypeError(f"got {got}, expected integers with commas between them") from None
+    return tuple(values)
 
 
 def pair(text: str) -> tuple[int, int]:

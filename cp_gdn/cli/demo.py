@@ -128,8 +128,10 @@ def _train(each: Run, show: Any) -> list[Row]:
 
 
 def _report_failure(each: Run) -> int:
-    tail = each.log_path.read_text(encoding="utf-8").splitlines()[-25:]
-    print("\n".join(tail), file=sys.stderr)
+    lines = each.log_path.read_text(encoding="utf-8").splitlines()
+    # A rank's own reason says more than torchrun's summary, which ends the log.
+    reasons = [line for line in lines if line.startswith("cp_gdn:")]
+    print("\n".join(reasons or lines[-25:]), file=sys.stderr)
     print(f"cp-gdn demo: the run on {each.name} failed; the whole log is in {each.log_path}", file=sys.stderr)
     return 1
 

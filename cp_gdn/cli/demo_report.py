@@ -22,16 +22,18 @@ def progress(title: str, steps: int) -> Iterator[Callable[[Row], None]]:
         yield lambda row: _print_line(console, title, row, steps)
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    figures = TextColumn("loss {task.fields[loss]:.4f}  {task.fields[rate]:,.0f} tokens/s")
-    with Progress(*columns, figures, console=console) as bar:
-        task = bar.add_task(title, total=steps, loss=float("nan"), rate=0.0)
-        yield lambda row: bar.update(task, advance=1, loss=row["loss"], rate=row["tokens_per_s"])
+    with Progress(*columns, TextColumn("{task.fields[figures]}"), console=console) as bar:
+        task = bar.add_task(title, total=steps, figures="starting")
+        yield lambda row: bar.update(task, advance=1, figures=_figures(row))
+
+
+def _figures(row: Row) -> str:
+    return f"loss {row['loss']:.4f}  {row['tokens_per_s']:,.0f} tokens/s"
 
 
 def _print_line(console: Console, title: str, row: Row, steps: int) -> None:
     if row["step"] % 10 == 0 or row["step"] == steps - 1:
-        text = f"{title}: step {row['step']:4d}  loss {row['loss']:.4f}  {row['tokens_per_s']:,.0f} tokens/s"
-        console.print(text, highlight=False)
+        console.print(f"{title}: step {row['step']:4d}  {_figures(row)}", highlight=False)
 
 
 def print_summary(rows: dict[str, list[Row]], out: Path) -> None:

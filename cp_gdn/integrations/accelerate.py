@@ -8,21 +8,17 @@ run inside; its refusal of recurrent layers is for models that nobody takes over
 import logging
 import os
 from collections.abc import Iterator, Mapping, MutableMapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import accelerate
-import torch
-from torch import Tensor, nn
 
-from cp_gdn.comm import Comm
 from cp_gdn.integrations import accelerate_batch as batches
 from cp_gdn.integrations.accelerate_loss import count_tokens, token_mean_loss
-from cp_gdn.integrations.accelerate_settings import Settings, resolve, set_log_level
-from cp_gdn.integrations.attention import SharedAttention, install
-from cp_gdn.integrations.seat import Pack, Seat, unsharded
-from cp_gdn.integrations.transformers import Takeover, take_over
+from cp_gdn.integrations.accelerate_plugin import Plugin
+from cp_gdn.integrations.accelerate_settings import resolve, set_log_level
+from cp_gdn.integrations.seat import unsharded
 
 __all__ = ["ParallelismConfig", "count_tokens", "disable", "enable", "shard", "token_mean_loss", "unsharded"]
 
@@ -67,8 +63,8 @@ def enable(accelerator: accelerate.Accelerator, **options: Any) -> None:
     _check_seam(accelerator)
     plugin = Plugin(accelerator, settings, said)
     setattr(accelerator, PLUGIN, plugin)
-    accelerator._prepare_cp = plugin.prepare  # type: ignore[method-assign]
-    accelerator.maybe_context_parallel = plugin.context_parallel  # type: ignore[method-assign]
+    accelerator._prepare_cp = plugin.prepare
+    accelerator.maybe_context_parallel = plugin.context_parallel
 
 
 def disable(accelerator: accelerate.Accelerator) -> None:
@@ -87,12 +83,13 @@ def plugin_of(accelerator: Any) -> "Plugin | None":
 
 
 def _check_seam(accelerator: accelerate.Accelerator) -> None:
-    missing = [n for n in ("_prepare_cp", "maybe_context_parallel", "_models") if not hasattr(accelerator, n)]
+    missing = [name for name in ("_prepare_cp", "maybe_context_parallel") if not hasattr(accelerator, name)]
     if missing:
         raise RuntimeError(
             f"cp_gdn: accelerate {accelerate.__version__} has no Accelerator.{missing[0]}; it is tested with 1.15"
         )
-    if accelerator._models:
+    # A ParallelismConfig comes here from the constructor, before there is a list of models.
+    if getattr(accelerator, "_models", None):
         raise RuntimeError(
             "cp_gdn: enable came after accelerator.prepare, which has set up the model's layers already; call "
             "cp_gdn.accelerate.enable(accelerator) right after making the Accelerator"
@@ -113,58 +110,59 @@ class ParallelismConfig(accelerate.ParallelismConfig):
         enable(accelerator, **self.gdn)
 
 
-class Plugin:
-    """What `enable` puts on one accelerator: the group, the settings, the models taken over and the pack in use."""
+@contextmanager
+def shard(
+    accelerator: accelerate.Accelerator,
+    batch: MutableMapping[str, Any],
+    *,
+    cu_seqlens: Any = None,
+    token_dims: Mapping[str, int] | None = None,
+) -> Iterator[MutableMapping[str, Any]]:
+    """Inside, the batch holds this rank's tokens and the model's layers know which; forward and backward go there.
 
-    def __init__(self, accelerator: accelerate.Accelerator, settings: Settings, said: str) -> None:
-        self.settings, self.said = settings, said
-        self._accelerator = accelerator
-        self._prepare, self._context_parallel = accelerator._prepare_cp, accelerator.maybe_context_parallel
-        self._comm: Comm | None = None
-        self._taken: list[_Taken] = []
+    The whole batch is [B, S], the same on every context-parallel rank: rows of one document each, padded on the right,
+    S a multiple of 2 * cp_size; or one row of packed documents of any lengths. Labels are shifted first, then cut: the
+    model must be given `shift_labels` too (`model(**batch)` or `token_mean_loss`). Entries are put back at the end.
+    Where cp_size is 1, or inside `unsharded`, only labels are shifted.
 
-    @property
-    def comm(self) -> Comm:
-        """The context-parallel group of this rank, made on all its ranks at the first `prepare`."""
-        if self._comm is None:
-            mesh = self._accelerator.torch_device_mesh["cp"]
-            self._comm = Comm(mesh.get_group(), timeout=self.settings.timeout)
-            self._comm.agree("cp_gdn.accelerate options", self.settings.described())
-            if self._accelerator.is_main_process:
-                log.info("cp_gdn: %s", self.said)
-        return self._comm
+    Args:
+        batch: a mapping, changed in place. cu_seqlens: boundaries of the packed documents, if the collator gives no
+            cu_seq_lens_q. token_dims: name and dim of entries over tokens that cp_gdn does not know.
 
-    def prepare(self, *args: Any) -> tuple[Any, ...]:
-        """In place of `_prepare_cp`: Accelerate's own for all but models, whose layers are taken over."""
-        self._prepare(*(arg for arg in args if not isinstance(arg, nn.Module)))
-        for model in args:
-            if isinstance(model, nn.Module) and all(model is not taken.model for taken in self._taken):
-                self._taken.append(self._take(model))
-        return args
+    Raises:
+        ValueError: the batch cannot be cut; nothing was sent. RuntimeError: `enable` or `prepare` did not come first.
+    """
+    shape = batches.read_shape(batch, cu_seqlens)
+    sizes, plugin = accelerator.parallelism_config, plugin_of(accelerator)
+    if sizes is None or sizes.cp_size == 1 or (plugin is not None and plugin.suspended):
+        with _holding(batch, batches.whole_entries(batch, shape, given=cu_seqlens is not None)):
+            yield batch
+        return
+    if plugin is None:
+        raise RuntimeError(
+            "cp_gdn: this accelerator is not enabled; call cp_gdn.accelerate.enable(accelerator) before prepare"
+        )
+    batches.check_media(batch)
+    batches.check_padding(batch.get("attention_mask"), batch.get("position_ids"), shape)
+    pack = plugin.pack_of(shape)
+    entries = batches.with_shifted_labels(batch, shape)
+    local = batches.local_entries(entries, pack, shape, token_dims or {})
+    with _holding(batch, local), plugin.step(pack):
+        yield batch
 
-    def _take(self, model: nn.Module) -> "_Taken":
-        takeover = take_over(model, self.comm, **self.settings.build)
-        try:
-            _check_layer_types(model, takeover.seat)
-            shared, undo = install(model, takeover.attention, takeover.seat, self.settings.attention)
-        except Exception:
-            takeover.disable()
-            raise
-        if self._accelerator.is_main_process:
-            layout = "zigzag" if self.settings.layout == "auto" else self.settings.layout
-            log.info(
-                "cp_gdn: %d GDN + %d SDPA layers, cp=%d (%s), exchange=%s, backend=%s",
-                *(len(takeover.layers), len(takeover.attention), self.comm.size, layout),
-                *(self.settings.exchange, "torch" if self.settings.backend == "auto" else self.settings.backend),
-            )
-        watch = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
-        return _Taken(model=model, takeover=takeover, shared=shared, undo=(undo, watch.remove))
 
-    def end(self) -> None:
-        """Give models, layers and the group back."""
-        for taken in self._taken:
-            for undo in taken.undo:
-                undo()
-            taken.takeover.disable()
-        if self._comm is not None:
-            self._comm.close()
+@contextmanager
+def _holding(batch: MutableMapping[str, Any], entries: Mapping[str, Any]) -> Iterator[None]:
+    """The batch with these entries instead of its own."""
+    before = dict(batch)
+    _replace(batch, entries)
+    try:
+        yield
+    finally:
+        _replace(batch, before)
+
+
+def _replace(batch: MutableMapping[str, Any], entries: Mapping[str, Any]) -> None:
+    for name in [name for name in batch if name not in entries]:
+        del batch[name]
+    batch.update(entries)

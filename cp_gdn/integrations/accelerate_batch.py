@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from cp_gdn.integrations.seat import Pack
+from cp_gdn.layout import partition
 from cp_gdn.layout_checks import check_doc_bounds
 from cp_gdn.sharding import shift_labels
 
@@ -36,10 +37,20 @@ PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "se
 
 MEDIA = ("pixel_values", "image_", "video_", "input_features", "feature_attention_mask")
 
+LEFT_PADDING = (
+    "cp_gdn: attention_mask: got padding before tokens, expected it on the right (padding_side='right'): recurrent "
+    "layers would carry the padding into the tokens behind it"
+)
+PACKED_WITHOUT_BOUNDS = (
+    "cp_gdn: position_ids: got a position 0 inside a row, so it is packed, but no boundaries came with it, and its "
+    "documents would see each other; pass cu_seqlens=, or let the collator give cu_seq_lens_q "
+    "(DataCollatorWithFlattening(return_flash_attn_kwargs=True))"
+)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """B rows of S tokens, and the documents of a packed row: global boundaries (D + 1 ints), None for rows."""
+    """B rows of S tokens. bounds: global boundaries of the documents of a packed row (D + 1 ints), None for rows."""
 
     rows: int
     length: int
@@ -53,27 +64,18 @@ class Shape:
 
 
 def read_shape(batch: Mapping[str, Any], cu_seqlens: Any = None) -> Shape:
-    """The shape of a whole batch; boundaries are `cu_seqlens`, else the collator's.
+    """The shape of a whole batch; its boundaries are `cu_seqlens`, else the collator's, else its rows.
 
     Raises:
-        ValueError: no tokens, boundaries that do not fit, media, or a mask that is not right padding; the text says
-            what to do.
+        ValueError: no tokens, or boundaries that do not fit them.
     """
     tokens = next((batch[name] for name in ("input_ids", "inputs_embeds") if batch.get(name) is not None), None)
     if not isinstance(tokens, Tensor) or tokens.dim() < 2:
         raise ValueError("cp_gdn: batch: got no input_ids or inputs_embeds, expected one of them with shape [B, S, ..]")
-    media = [name for name, value in batch.items() if name.startswith(MEDIA) and value is not None]
-    if media:
-        raise ValueError(
-            f"cp_gdn: batch: got {', '.join(media)}; images, video and audio cannot be split over context-parallel "
-            "ranks: their embeddings replace tokens by place in the whole row. Train on text, or with cp_size=1"
-        )
     rows, length = tokens.shape[0], tokens.shape[1]
     given = batch.get("cu_seq_lens_q") if cu_seqlens is None else cu_seqlens
     bounds = None if given is None else _row_bounds(given, rows, length)
-    shape = Shape(rows=rows, length=length, bounds=bounds, device=tokens.device)
-    check_padding(batch.get("attention_mask"), batch.get("position_ids"), shape)
-    return shape
+    return Shape(rows=rows, length=length, bounds=bounds, device=tokens.device)
 
 
 def _row_bounds(given: Any, rows: int, length: int) -> tuple[int, ...]:
@@ -87,6 +89,16 @@ def _row_bounds(given: Any, rows: int, length: int) -> tuple[int, ...]:
             "of the whole row, and padding at its end is a document of its own: append its end"
         )
     return tuple(bounds.tolist())
+
+
+def check_media(batch: Mapping[str, Any]) -> None:
+    """Refuse what puts embeddings of images, videos or audio in the place of tokens."""
+    media = [name for name, value in batch.items() if name.startswith(MEDIA) and value is not None]
+    if media:
+        raise ValueError(
+            f"cp_gdn: batch: got {', '.join(media)}; images, video and audio cannot be split over context-parallel "
+            "ranks: their embeddings replace tokens by place in the whole row. Train on text, or with cp_size=1"
+        )
 
 
 def check_padding(mask: Any, positions: Any, shape: Shape) -> None:
@@ -109,21 +121,26 @@ def check_padding(mask: Any, positions: Any, shape: Shape) -> None:
         questions.append((starts if mask is None else starts & mask[:, 1:]).any())
     answers = torch.stack(questions).tolist() if questions else []
     if mask is not None and answers[0]:
-        raise ValueError(
-            "cp_gdn: attention_mask: got padding before tokens, expected it on the right (padding_side='right'): "
-            "recurrent layers would carry the padding into the tokens behind it"
-        )
-    if len(answers) > (mask is not None) and answers[-1]:
-        raise ValueError(packed_without_bounds())
+        raise ValueError(LEFT_PADDING)
+    if any(answers):
+        raise ValueError(PACKED_WITHOUT_BOUNDS)
 
 
-def packed_without_bounds() -> str:
-    """What to do about a row that is packed by its position_ids alone."""
-    return (
-        "cp_gdn: position_ids: got a position 0 inside a row, so it is packed, but no boundaries came with it, and its "
-        "documents would see each other; pass cu_seqlens=, or let the collator give cu_seq_lens_q "
-        "(DataCollatorWithFlattening(return_flash_attn_kwargs=True))"
-    )
+def check_local(inputs: Mapping[str, Any], pack: Pack, *, packed: bool) -> None:
+    """As `check_padding`, on this rank's part of zigzag rows: what is wrong in a row is wrong on some rank's part."""
+    mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
+    questions = []
+    real = mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
+    if real is not None:
+        questions.append((real[:, 1:] & ~real[:, :-1]).any())
+    if isinstance(positions, Tensor) and positions.dim() == 2 and not packed:
+        starts = (positions == 0) & (pack.positions != 0)
+        questions.append((starts if real is None else starts & real).any())
+    answers = torch.stack(questions).tolist() if questions else []
+    if real is not None and answers[0]:
+        raise ValueError(LEFT_PADDING)
+    if any(answers):
+        raise ValueError(PACKED_WITHOUT_BOUNDS)
 
 
 def with_shifted_labels(batch: Mapping[str, Any], shape: Shape) -> dict[str, Any]:
@@ -133,6 +150,20 @@ def with_shifted_labels(batch: Mapping[str, Any], shape: Shape) -> dict[str, Any
     if labels is not None and entries.get("shift_labels") is None:
         shifted = shift_labels(labels.reshape(-1), shape.doc_bounds, IGNORED)
         entries["shift_labels"] = shifted.view(labels.shape)
+    return entries
+
+
+def whole_entries(batch: Mapping[str, Any], shape: Shape, given: bool) -> dict[str, Any]:
+    """The batch as the model takes it on one rank. `given`: boundaries came as an argument; the model must see them."""
+    entries = with_shifted_labels(batch, shape)
+    if shape.bounds is not None and given:
+        bounds = torch.tensor(shape.bounds, dtype=torch.int32, device=shape.device)
+        longest = int(bounds.diff().max()) if len(bounds) > 1 else 0
+        values = (bounds, bounds, longest, longest)
+        entries.update(zip(PACKING, values, strict=False))
+    if shape.bounds is not None and entries.get("position_ids") is None:
+        positions = partition(shape.bounds, 1).positions(0)
+        entries["position_ids"] = torch.as_tensor(positions, device=shape.device)[None]
     return entries
 
 

@@ -3,6 +3,7 @@
 Ranks hold different tokens, and some train none; a mean per rank or per micro-batch would weigh tokens unequally.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -10,7 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cp_gdn.integrations.accelerate_batch import IGNORED, row_bounds, with_shifted_labels
+from cp_gdn.integrations.accelerate_batch import IGNORED, read_shape, with_shifted_labels
+
+DATA = ("dp_replicate", "dp_shard")
+"""Axes of Accelerate's mesh along which ranks have batches of their own."""
+
+SPREAD = (*DATA, "cp")
+"""Axes along which ranks train different tokens, and FSDP and DDP average gradients."""
 
 
 def token_mean_loss(
@@ -43,10 +50,11 @@ def token_mean_loss(
                 f"cp_gdn: num_items: got None with gradient_accumulation_steps={steps}; micro-batches train different "
                 "numbers of tokens, so count them first: num_items=cp_gdn.accelerate.count_tokens(accelerator, batches)"
             )
-        num_items = _sum(_trained(batch["shift_labels"]), *_group(accelerator, "dp_cp"))
-    total = torch.as_tensor(num_items, device=batch["shift_labels"].device, dtype=torch.float64).clamp(min=1)
+        num_items = _sum(accelerator, _trained(batch["shift_labels"]), SPREAD)
+    total = torch.as_tensor(num_items, device=batch["shift_labels"].device, dtype=torch.float32).clamp(min=1)
     # The model divides the sum of its tokens' losses by this; FSDP and DDP then average over ranks.
-    share = total / (_group(accelerator, "dp_cp")[1] * steps)
+    averaged = math.prod(size for _, size in _groups(accelerator, SPREAD))
+    share = total / (averaged * steps)
     loss: Tensor = model(**{**batch, "num_items_in_batch": share}).loss
     return loss
 
@@ -62,29 +70,27 @@ def count_tokens(accelerator: Any, batches: Iterable[Mapping[str, Any]], cu_seql
     batches = list(batches)
     given = [None] * len(batches) if cu_seqlens is None else list(cu_seqlens)
     for batch, bounds in zip(batches, given, strict=True):
-        labels = batch["labels"]
-        doc_bounds = row_bounds(batch, bounds, *labels.shape)
-        count = count.to(labels.device) + _trained(with_shifted_labels(batch, doc_bounds)["shift_labels"])
+        entries = with_shifted_labels(batch, read_shape(batch, bounds))
+        count = count.to(entries["shift_labels"].device) + _trained(entries["shift_labels"])
     # Context-parallel ranks hold the same whole batches.
-    return _sum(count, *_group(accelerator, "dp"))
+    return _sum(accelerator, count, DATA)
 
 
 def _trained(labels: Tensor) -> Tensor:
     return (labels != IGNORED).sum()
 
 
-def _sum(count: Tensor, group: Any, size: int) -> Tensor:
-    if size > 1:
-        dist.all_reduce(count, group=group)  # integers: the order of adding does not matter
+def _sum(accelerator: Any, count: Tensor, axes: tuple[str, ...]) -> Tensor:
+    """The count of every rank along these axes of the mesh, added; integers, so in any order."""
+    for group, size in _groups(accelerator, axes):
+        if size > 1:
+            dist.all_reduce(count, group=group)
     return count
 
 
-def _group(accelerator: Any, axis: str) -> tuple[Any, int]:
-    """The process group of a mesh axis and its size; size 1 where the mesh has no such axis, all ranks without one."""
-    mesh = accelerator.torch_device_mesh if accelerator.parallelism_config is not None else None
+def _groups(accelerator: Any, axes: tuple[str, ...]) -> list[tuple[Any, int]]:
+    """Process group and size of each of the axes that the mesh has; the whole world where there is no mesh."""
+    mesh = None if accelerator.parallelism_config is None else accelerator.torch_device_mesh
     if mesh is None:
-        return None, accelerator.num_processes
-    try:
-        return mesh[axis].get_group(), mesh[axis].size()
-    except KeyError:
-        return None, 1
+        return [(None, accelerator.num_processes)]
+    return [(mesh.get_group(axis), mesh[axis].size()) for axis in axes if axis in mesh.mesh_dim_names]

@@ -3,7 +3,7 @@
 import logging
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from cp_gdn.integrations.attention import KINDS
@@ -32,7 +32,7 @@ class Settings:
     segments: Any = "auto"
     exchange: str = "auto"
     backend: str = "auto"
-    options: Options = Options()
+    options: Options = field(default_factory=Options)
     timeout: float = 25.0
 
     def __post_init__(self) -> None:
@@ -50,14 +50,14 @@ class Settings:
 
     def described(self) -> dict[str, str]:
         """Every value as text, for the log and for the agreement of the ranks."""
-        return {field.name: str(getattr(self, field.name)) for field in fields(self)}
+        return {f.name: str(getattr(self, f.name)) for f in fields(self)}
 
 
 def resolve(given: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[Settings, str]:
     """The settings of these arguments (None: not given) and this environment, and a line that says where from."""
-    unknown = sorted(set(given) - {field.name for field in fields(Settings)})
+    unknown = sorted(set(given) - {f.name for f in fields(Settings)})
     if unknown:
-        known = ", ".join(field.name for field in fields(Settings))
+        known = ", ".join(f.name for f in fields(Settings))
         raise TypeError(f"cp_gdn: got unknown option {', '.join(unknown)}, expected some of {known}")
     by_argument = {name: value for name, value in given.items() if value is not None}
     by_variable = {}
@@ -65,7 +65,7 @@ def resolve(given: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[Setti
         if variable in environ and name not in by_argument:
             by_variable[name] = _parsed(variable, environ[variable], parse)
     settings = Settings(**by_argument, **by_variable)
-    sources = {name: "argument" for name in by_argument} | {name: _VARIABLES[name][0] for name in by_variable}
+    sources = dict.fromkeys(by_argument, "argument") | {name: _VARIABLES[name][0] for name in by_variable}
     texts = (
         f"{name}={text} ({sources[name]})" if name in sources else f"{name}={text}"
         for name, text in settings.described().items()

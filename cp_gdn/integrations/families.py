@@ -139,13 +139,13 @@ def family_of(layer: Any) -> Family | None:
     return None
 
 
-def layer_shape(layer: Any, family: Family, dtype: torch.dtype) -> LayerShape:
-    """What a layer wants of a context, from its head counts and its convolution."""
+def layer_shape(layer: Any, family: Family, dtype: torch.dtype | None) -> LayerShape:
+    """What a layer wants of a context, from its head counts and its convolution; dtype None: the convolution's."""
     num_heads = getattr(layer, "num_k_heads", None) or layer.num_heads
     heads = (num_heads, getattr(layer, "num_v_heads", None) or num_heads)
     weights = [getattr(layer, name).weight for name in family.convs]
     conv = (sum(weight.shape[0] for weight in weights), weights[0].shape[-1])
-    return LayerShape(heads, (layer.head_k_dim, layer.head_v_dim), conv, dtype)
+    return LayerShape(heads, (layer.head_k_dim, layer.head_v_dim), conv, dtype or weights[0].dtype)
 
 
 def conv_parameters(layer: Any, family: Family) -> tuple[Tensor, Tensor | None]:

@@ -41,7 +41,7 @@ def attention_layers(model: nn.Module, taken: tuple[str, ...]) -> tuple[str, ...
 
 def _outside(model: nn.Module, taken: tuple[str, ...]) -> Iterator[tuple[str, nn.Module]]:
     """Modules that are not in a taken-over layer."""
-    inside = tuple(f"{name}." for name in taken)
+    inside = tuple(f"{name}." if name else "" for name in taken)
     for name, module in model.named_modules():
         if name not in taken and not name.startswith(inside):
             yield name, module

@@ -7,7 +7,7 @@ Legend: B rows of the batch, S tokens of a row, N global and T local tokens, W r
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -35,6 +35,10 @@ class LayerShape(NamedTuple):
     head_dims: tuple[int, int]
     conv: tuple[int, int] | None
     dtype: torch.dtype
+
+
+ShapeOf = Callable[..., LayerShape]
+"""Called with a layer and dtype=, None for that of its weights."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -110,6 +114,7 @@ class Seat:
         pack: of the running step, or of the last one: a backward that runs after `hold` may recompute its forward.
         active: inside `hold`. suspended: inside `unsharded`. retired: given up by `Takeover.disable`.
         layer_types: entries of a config's layer_types that run sharded. layers: those that were taken over.
+        dtype: of their queries, where mixed precision makes it another one than the weights'; only to plan ahead.
     """
 
     def __init__(self, comm: Comm, *, on_one_rank: bool = False, **options: Any) -> None:
@@ -120,7 +125,8 @@ class Seat:
         self.pack: Pack | None = None
         self.active = self.suspended = self.retired = False
         self.layer_types = {"linear_attention", "full_attention"}
-        self.layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.layers: weakref.WeakKeyDictionary[nn.Module, ShapeOf] = weakref.WeakKeyDictionary()
+        self.dtype: torch.dtype | None = None
         self._packs: OrderedDict[tuple[Any, ...], Pack] = OrderedDict()
         self._shapes: dict[LayerShape, None] = {}
 
@@ -180,8 +186,8 @@ class Seat:
             )
         self._refuse_replaced_forwards()
         outer = (self.pack, True) if self.active else (pack, False)
-        # Plans are agreed here, outside of compiled code, for every layer shape that an earlier step met.
-        for shape in self._shapes:
+        # Plans are agreed here, outside of compiled code: for the layer shapes that steps before have met.
+        for shape in self._shapes or self._expected_shapes(pack.device):
             pack.context(**shape._asdict())
         self.pack, self.active = pack, True
         try:
@@ -225,6 +231,11 @@ class Seat:
         """The context of a layer's shape in ``pack``; later packs get theirs when they are held."""
         self._shapes.setdefault(shape)
         return pack.context(**shape._asdict())
+
+    def _expected_shapes(self, device: torch.device) -> dict[LayerShape, None]:
+        """What layers will ask for in the first step; a wrong guess of the dtype costs a plan and a graph break."""
+        dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else self.dtype
+        return dict.fromkeys(shape_of(layer, dtype=dtype) for layer, shape_of in self.layers.items())
 
     def _refuse_replaced_forwards(self) -> None:
         for layer in self.layers:

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from cp_gdn.integrations.families import Family
+from cp_gdn.integrations.families import Family, layer_shape
 from cp_gdn.integrations.forward import refuse_cache, run_layer
 from cp_gdn.integrations.seat import SEAT, Seat
 
@@ -39,7 +39,7 @@ def take_layer(layer: nn.Module, family: Family, seat: Seat) -> None:
             # Hooks call what they find under this name.
             vars(layer)[own] = MethodType(type(layer).forward, layer)
     vars(layer)[SEAT] = seat
-    seat.layers.add(layer)
+    seat.layers[layer] = functools.partial(layer_shape, family=family)
 
 
 def take_model(model: nn.Module, seat: Seat) -> None:
@@ -54,7 +54,7 @@ def restore(module: nn.Module) -> None:
     """Undo the swap, unless another class (FSDP2) was put on top of it: its retired seat then says so to forward."""
     if BASE in vars(type(module)):
         seat = vars(module).pop(SEAT)
-        seat.layers.discard(module)
+        seat.layers.pop(module, None)
         module.__class__ = getattr(type(module), BASE)
         if STASH in vars(module):
             vars(module)[_forward_slot(module)] = vars(module).pop(STASH)

@@ -33,13 +33,17 @@ START = 120.0  # s a worker has to start: importing torch, many at a time on two
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a rank ended: `name` is "returned", "killed" or the exception's type; `text` its text; `seconds` it took."""
+    """How a rank ended: `name` is "returned", "killed", "hung" or the exception's type; `text` its text.
+
+    `seconds` counts from when all ranks were ready; `intact`: whether the rank is still in the process group it got.
+    """
 
     name: str
     text: str = ""
     seconds: float = 0.0
     details: str = ""
     value: Any = None
+    intact: bool = True
 
 
 class RanksFailed(AssertionError):
@@ -112,10 +116,19 @@ class _Pool:
         self._prepare(world_size, backend)
         assert self._folder is not None
         world = (self._worlds, world_size, backend, str(self._folder / f"world-{self._worlds}"))
+        # First all ranks form their world and import the test: a rank may die, and clocks start, when all are there.
+        self._send(world_size, pickle.dumps((world, fn.__module__, "", b"")))
+        outcomes = self._gather(world_size, START, GRACE)
+        if all(outcome.name == "returned" for outcome in outcomes):
+            self._send(world_size, pickle.dumps((world, fn.__module__, fn.__qualname__, pickle.dumps(args))))
+            outcomes = self._gather(world_size, timeout, grace)
+        if not all(outcome.intact for outcome in outcomes):
+            self._world = None
+        return outcomes
+
+    def _send(self, world_size: int, task: bytes) -> None:
         for rank in range(world_size):
-            task = pickle.dumps((world, fn.__module__, fn.__qualname__, pickle.dumps(args)))
             self._workers[rank].pipe.send_bytes(task)
-        return self._gather(world_size, timeout, grace)
 
     def discard(self, ranks: Iterable[int]) -> None:
         """Throw away the workers of these ranks, and the world they formed with the others."""
@@ -166,10 +179,10 @@ _POOL = _Pool()  # test code may have the global that the package may not: it is
 
 def _outcome(pipe: Any, seconds: float) -> Outcome:
     try:
-        name, text, details, value = pickle.loads(pipe.recv_bytes())
+        name, text, details, value, intact = pickle.loads(pipe.recv_bytes())
     except (EOFError, OSError):
-        return Outcome(name="killed", seconds=seconds)
-    return Outcome(name=name, text=text, seconds=seconds, details=details, value=value)
+        return Outcome(name="killed", seconds=seconds, intact=False)
+    return Outcome(name=name, text=text, seconds=seconds, details=details, value=value, intact=intact)
 
 
 def _describe(fn: Callable[..., Any], outcomes: Sequence[Outcome]) -> str:
@@ -182,34 +195,36 @@ def _describe(fn: Callable[..., Any], outcomes: Sequence[Outcome]) -> str:
 def _serve(rank: int, pipe: Connection, stacks: Path) -> None:
     """A worker's life: take a task, form its world if that is new, run it, send back how it ended."""
     import torch  # here, not above: the test process itself need not pay for it before it uses it
+    import torch.distributed as dist
 
     torch.set_num_threads(1)
     with stacks.open("w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
         pipe.send_bytes(b"ready")
-        current = -1
+        current, group = -1, None
         while True:
             try:
                 world, module, name, args = pickle.loads(pipe.recv_bytes())
             except EOFError:
                 return
-            start = time.monotonic()
             try:
                 if world[0] != current:
-                    _form_world(rank, *world)
-                    current = world[0]
-                fn = getattr(importlib.import_module(module), name)
-                answer = ("returned", "", "", fn(rank, world[1], *pickle.loads(args)))
-                payload = pickle.dumps(answer)
+                    _form_world(rank, *world[1:])
+                    current, group = world[0], dist.group.WORLD
+                test = importlib.import_module(module)
+                value = getattr(test, name)(rank, world[1], *pickle.loads(args)) if name else None
+                outcome = ("returned", "", "", value)
+                pickle.dumps(outcome)  # what cannot travel is this rank's error
+                del value
             except BaseException as error:
-                details = f"{traceback.format_exc()}(after {time.monotonic() - start:.1f} s in the worker)"
-                payload = pickle.dumps((type(error).__name__, str(error), details, None))
+                outcome = (type(error).__name__, str(error), traceback.format_exc(), None)
                 del error
             gc.collect()  # what the task left behind, before the next one looks at threads and tensors
-            pipe.send_bytes(payload)
+            intact = dist.is_initialized() and dist.group.WORLD is group
+            pipe.send_bytes(pickle.dumps((*outcome, intact)))
 
 
-def _form_world(rank: int, _number: int, world_size: int, backend: str, file: str) -> None:
+def _form_world(rank: int, world_size: int, backend: str, file: str) -> None:
     import torch
     import torch.distributed as dist
 

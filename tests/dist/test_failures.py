@@ -55,7 +55,8 @@ def call_and_check(comm: Comm, name: str) -> None:
 
 
 def one_rank_ends(rank: int, world: int, name: str, end: str) -> None:
-    comm = Comm(timeout=TIMEOUT)
+    comm = Comm()
+    comm._timeout = TIMEOUT  # from here on: making it may take longer where many processes start
     call_and_check(comm, name if name != "ring" else "all_gather")  # all is well at first
     with comm.guard("forward"):
         if rank == CULPRIT:
@@ -79,30 +80,37 @@ def test_the_others_name_the_rank_and_its_reason(name: str, end: str) -> None:
 
 
 def fail_with_messages_under_way(rank: int, world: int) -> None:
-    """The culprit has posted and not waited: what it still holds must not keep the others waiting."""
+    """The culprit has posted and not waited, and holds on to that: it must not keep the others waiting."""
     comm = Comm()
     keep = []
-    with comm.guard("backward"):
-        if rank == CULPRIT:
+    try:
+        with comm.guard("backward"):
+            if rank != CULPRIT:
+                all_to_all(comm)
             for peer in range(world):
                 if peer != rank:
                     batch = Batch(purpose="B", sends=(), recvs=((peer, (3,)),), dtype=torch.float32, device=CPU)
                     keep.append(comm.post(batch))
             raise RuntimeError("out of memory")
-        all_to_all(comm)
+    except RuntimeError:
+        if rank == CULPRIT:
+            time.sleep(8.0)
+        raise
 
 
 def test_messages_under_way_on_the_failing_rank_keep_nobody_waiting() -> None:
     outcomes = pool.run_failing(3, fail_with_messages_under_way)
     assert [o.name for o in outcomes] == ["CommFailed", "RuntimeError", "CommFailed"]
-    assert all("by rank 1: backward: RuntimeError: out of memory" in outcomes[r].text for r in (0, 2))
-    assert max(o.seconds for o in outcomes) < 15  # s: far below the deadline of 25
+    for rank in (0, 2):
+        assert "by rank 1: backward: RuntimeError: out of memory" in outcomes[rank].text
+        assert outcomes[rank].seconds < outcomes[CULPRIT].seconds - 3
 
 
 def one_rank_is_slow(rank: int, world: int, name: str) -> None:
-    comm = Comm(timeout=1.5)
+    comm = Comm()
+    comm._timeout = 1.5
     if rank == CULPRIT:
-        time.sleep(4.0)
+        time.sleep(5.0)
     call_and_check(comm, name)
 
 
@@ -118,7 +126,7 @@ def test_a_slow_rank_is_named_with_the_way_to_give_it_time(name: str) -> None:
 def only_some_make_a_comm(rank: int, world: int) -> None:
     if rank == CULPRIT:
         os._exit(9)
-    Comm(timeout=2.0)
+    Comm(timeout=TIMEOUT)
 
 
 def test_a_rank_that_dies_before_its_comm_is_named() -> None:

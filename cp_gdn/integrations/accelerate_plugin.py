@@ -1,0 +1,224 @@
+"""What `enable` puts on one accelerator: its two replaced methods, the models taken over, the batch that is sharded."""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cp_gdn.comm import Comm
+from cp_gdn.integrations.accelerate_batch import PACKING, Shape, check_local, read_shape
+from cp_gdn.integrations.accelerate_settings import Settings
+from cp_gdn.integrations.attention import SharedAttention, install
+from cp_gdn.integrations.seat import Pack, Seat
+from cp_gdn.integrations.transformers import Takeover, take_over
+
+log = logging.getLogger("cp_gdn")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Taken:
+    """A prepared model: what was taken over, the attention of its softmax layers, and how to undo the rest."""
+
+    model: nn.Module
+    takeover: Takeover
+    attention: SharedAttention
+    undo: tuple[Callable[[], None], ...]
+
+    @property
+    def seat(self) -> Seat:
+        return self.takeover.seat
+
+
+class Plugin:
+    """The plugin of one accelerator. said: the settings as logged, each with where it came from."""
+
+    def __init__(self, accelerator: Any, settings: Settings, said: str) -> None:
+        self.settings, self.said = settings, said
+        self._accelerator = accelerator
+        self._prepare, self._context_parallel = accelerator._prepare_cp, accelerator.maybe_context_parallel
+        self._comm: Comm | None = None
+        self._taken: list[Taken] = []
+        self._step: ExitStack | None = None
+
+    @property
+    def comm(self) -> Comm:
+        """The context-parallel group of this rank, made on all its ranks when the first model is prepared."""
+        if self._comm is None:
+            mesh = self._accelerator.torch_device_mesh["cp"]
+            self._comm = Comm(mesh.get_group(), timeout=self.settings.timeout)
+            self._comm.agree("cp_gdn.accelerate options", self.settings.described())
+            if self._accelerator.is_main_process:
+                log.info("cp_gdn: options: %s", self.said)
+        return self._comm
+
+    @property
+    def suspended(self) -> bool:
+        """Whether models run on whole sequences now, inside `unsharded`."""
+        return any(taken.seat.suspended for taken in self._taken)
+
+    def prepare(self, *args: Any) -> tuple[Any, ...]:
+        """In place of `_prepare_cp`: Accelerate's own for all but models, whose layers are taken over instead."""
+        self._prepare(*(arg for arg in args if not isinstance(arg, nn.Module)))
+        for model in args:
+            if isinstance(model, nn.Module) and all(model is not taken.model for taken in self._taken):
+                self._taken.append(self._take(model))
+        return args
+
+    def _take(self, model: nn.Module) -> Taken:
+        _check_layer_types(model)
+        takeover = take_over(model, self.comm, **self.settings.build)
+        try:
+            attention, undo = install(model, takeover.attention, takeover.seat, self.settings.attention)
+        except Exception:
+            takeover.disable()
+            raise
+        hook = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        if self._accelerator.is_main_process:
+            chosen = self.settings
+            log.info(
+                "cp_gdn: %d GDN + %d SDPA layers, cp=%d (%s), exchange=%s, backend=%s",
+                len(takeover.layers),
+                len(takeover.attention),
+                self.comm.size,
+                "zigzag" if chosen.layout == "auto" else chosen.layout,
+                chosen.exchange,
+                "torch" if chosen.backend == "auto" else chosen.backend,
+            )
+        return Taken(model=model, takeover=takeover, attention=attention, undo=(undo, hook.remove))
+
+    def end(self) -> None:
+        """Give models and the group back."""
+        for taken in self._taken:
+            for undo in taken.undo:
+                undo()
+            taken.takeover.disable()
+        if self._comm is not None:
+            self._comm.close()
+
+    # ---- steps -------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def context_parallel(
+        self,
+        buffers: list[Tensor] | None = None,
+        buffer_seq_dims: list[int] | None = None,
+        no_restore_buffers: set[Tensor] | None = None,
+    ) -> Iterator[None]:
+        """In place of `maybe_context_parallel`: Accelerate's own, with the pack of these buffers on the layers' seats.
+
+        Raises:
+            ValueError: a length that cannot be cut, or a layout that Accelerate cannot cut.
+        """
+        if self.suspended:
+            yield
+            return
+        dims = token_dims(buffers or [], buffer_seq_dims or [])
+        with ExitStack() as stack:
+            if self._taken and buffers:
+                stack.enter_context(self._hold(self._rows_of(buffers, dims), checked=False))
+            stack.enter_context(
+                self._context_parallel(
+                    buffers=buffers, buffer_seq_dims=dims or buffer_seq_dims, no_restore_buffers=no_restore_buffers
+                )
+            )
+            yield
+
+    def _rows_of(self, buffers: Sequence[Tensor], dims: Sequence[int]) -> Pack:
+        if self.settings.layout not in ("auto", "zigzag"):
+            raise ValueError(
+                f'cp_gdn: layout: got "{self.settings.layout}", but accelerator.maybe_context_parallel, which Trainer '
+                'calls, always cuts zigzag; use layout="zigzag", or cp_gdn.accelerate.shard in a loop of your own'
+            )
+        length = buffers[0].shape[dims[0]]
+        rows = next((x.shape[0] for x, dim in zip(buffers, dims, strict=True) if x.dim() == 2 and dim == 1), 1)
+        return self._seat().rows(rows, length, device=buffers[0].device)
+
+    def pack_of(self, shape: Shape) -> Pack:
+        """The pack of a whole batch in the layout that was asked for."""
+        seat, layout = self._seat(), self.settings.layout
+        if shape.bounds is not None:
+            layout = "zigzag_per_document" if layout == "auto" else layout
+            return seat.packed(shape.bounds, layout=layout, device=shape.device)
+        if layout != "contiguous":
+            return seat.rows(shape.rows, shape.length, device=shape.device)
+        if shape.rows != 1:
+            raise ValueError(f'cp_gdn: layout: got "contiguous" with {shape.rows} rows, expected one row, or zigzag')
+        return seat.packed(shape.doc_bounds, layout=layout, device=shape.device)
+
+    @contextmanager
+    def step(self, pack: Pack) -> Iterator[None]:
+        """A step of a batch that `shard` has cut by this pack."""
+        inner: Any = nullcontext()
+        if self._taken[0].attention.kind(pack) == "torch":
+            rows = torch.empty(1, pack.partition.doc_bounds[1], dtype=torch.int8, device=pack.device)
+            # Its buffers are cut already; torch wants one to see the length by.
+            inner = self._context_parallel(buffers=[rows], buffer_seq_dims=[1], no_restore_buffers={rows})
+        with self._hold(pack, checked=True), inner:
+            yield
+
+    @contextmanager
+    def _hold(self, pack: Pack, *, checked: bool) -> Iterator[None]:
+        """Keep the pack on every seat, and on the way out the one in use last: a backward may still recompute."""
+        with ExitStack() as stack:
+            for taken in self._taken:
+                stack.enter_context(taken.seat.hold(pack))
+            self._step = None if checked else stack
+            try:
+                yield
+            finally:
+                self._step, last = None, [taken.seat.pack for taken in self._taken]
+        for taken, used in zip(self._taken, last, strict=True):
+            taken.seat.pack = used
+
+    def _before_forward(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """On a batch that `maybe_context_parallel` cut: see that its rows are what they seemed, or packed documents."""
+        seat = next(taken.seat for taken in self._taken if taken.model is model)
+        if self._step is None or seat.original or seat.pack is None:
+            return None
+        with seat.comm.guard("the model's inputs"):
+            pack = seat.pack
+            bounds = kwargs.get("cu_seq_lens_q")
+            check_local(kwargs, pack, packed=bounds is not None)
+            if bounds is not None:
+                rows, whole = pack.batch_shape[0], pack.partition.num_tokens
+                shape = read_shape({"input_ids": torch.empty(rows, whole // rows, device="meta")}, bounds)
+                assert shape.bounds is not None
+                pack = seat.packed(shape.bounds, layout="zigzag", device=pack.device)
+                for taken in self._taken:
+                    self._step.enter_context(taken.seat.hold(pack))
+        return args, {name: value for name, value in kwargs.items() if name not in PACKING}
+
+    def _seat(self) -> Seat:
+        if not self._taken:
+            raise RuntimeError("cp_gdn: no model is prepared; call accelerator.prepare(model, optimizer, ..) first")
+        return self._taken[0].seat
+
+
+def token_dims(buffers: Sequence[Tensor], dims: Sequence[int]) -> list[int]:
+    """The dims to cut: those given, but the last one of [k, B, S] position ids, where callers give that of the rows."""
+    fixed = list(dims)
+    if buffers and len(buffers) == len(dims):
+        length = buffers[0].shape[dims[0]]
+        for i, (x, dim) in enumerate(zip(buffers, dims, strict=True)):
+            if x.dim() == 3 and not x.is_floating_point() and x.shape[dim] != length == x.shape[-1]:
+                fixed[i] = 2
+    return fixed
+
+
+def _check_layer_types(model: nn.Module) -> None:
+    """Keep Accelerate's refusal for layers that cp_gdn cannot split either."""
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    types = set(getattr(config, "layer_types", None) or ())
+    unknown = sorted(types - {"full_attention", "linear_attention"})
+    if unknown:
+        raise ValueError(
+            f"cp_gdn: {type(model).__name__} has layers of type {', '.join(unknown)}; only Gated DeltaNet "
+            "(linear_attention) and full causal attention (full_attention) can be split over context-parallel ranks"
+        )

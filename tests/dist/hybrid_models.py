@@ -1,0 +1,170 @@
+"""Tiny hybrid models and what they train on, and the specification of their training: one process, one document at a
+time.
+
+Nothing here imports accelerate or transformers before a worker calls it: that takes each process many seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+VOCAB, LENGTH, STEPS = 256, 96, 4
+BOUNDS = (0, 37, 38, 90, 131)
+IGNORED = -100
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One training run.
+
+    rows: B of unpacked batches, 0 for packed ones. accumulate: micro-batches of a step. checkpointing: "fsdp" by
+    Accelerate, "model" by the model, "" none. labels: which are ignored. padded: rows are padded on the right.
+    """
+
+    family: str = "qwen3_next"
+    dp: int = 1
+    cp: int = 2
+    rows: int = 1
+    layout: str = "auto"
+    checkpointing: str = ""
+    accumulate: int = 1
+    labels: str = "unequal"
+    padded: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def world(self) -> int:
+        return self.dp * self.cp
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What training gave: per step the mean loss and the gradient norm, gradients of step 0, weights at the end.
+
+    evaluated: the mean loss of step 0's batches after training, as often as it was taken. lines: what was logged.
+    """
+
+    losses: list[float]
+    norms: list[float]
+    evaluated: list[float]
+    grads: dict[str, Tensor]
+    weights: dict[str, Tensor]
+    lines: list[str]
+
+
+def build(family: str, **changes: Any) -> Any:
+    """A model of four layers, three of them Gated DeltaNet, the same weights in every process."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    sizes: dict[str, Any] = {
+        "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+        "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16, "intermediate_size": 128, "vocab_size": VOCAB, "tie_word_embeddings": False,
+        "use_cache": False,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    if family == "qwen3_next":
+        config = transformers.Qwen3NextConfig(num_experts=0, mlp_only_layers=[0, 1, 2, 3], **{**sizes, **changes})
+        model = transformers.Qwen3NextForCausalLM(config)
+    else:
+        model = transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**{**sizes, **changes}))
+    return with_long_memory(model)
+
+
+@torch.no_grad()
+def with_long_memory(model: Any) -> Any:
+    """Gates that keep states over many tokens; fresh ones forget them at once, and gradients of gates are rounding."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("A_log"):
+            parameter.copy_(torch.linspace(-4.0, -1.0, len(parameter)))
+    return model
+
+
+LAYERS = {"qwen3_next": "Qwen3NextDecoderLayer", "qwen3_5": "Qwen3_5DecoderLayer"}
+
+
+def make_batch(case: Case, step: int, dp_rank: int, micro: int) -> Batch:
+    """A whole batch of one data-parallel rank; ranks and micro-batches train different numbers of tokens."""
+    generator = torch.Generator().manual_seed(1000 * step + 10 * dp_rank + micro)
+    shape = (case.rows, LENGTH) if case.rows else (1, BOUNDS[-1])
+    ids = torch.randint(VOCAB, shape, generator=generator)
+    labels = ids.clone()
+    if case.labels == "unequal":
+        labels[:, : 11 * (micro + 1) + 7 * dp_rank] = IGNORED
+    elif case.labels == "one rank":  # all that zigzag gives rank 0 of two
+        labels[:, : LENGTH // 4 + 1] = IGNORED
+        labels[:, 3 * LENGTH // 4 :] = IGNORED
+    elif case.labels == "none":
+        labels[:] = IGNORED
+    batch = {"input_ids": ids, "labels": labels}
+    if case.padded:
+        batch["attention_mask"] = (
+            torch.arange(LENGTH)[None] < torch.tensor([LENGTH - 9 * row for row in range(case.rows)])[:, None]
+        )
+        labels.masked_fill_(~batch["attention_mask"], IGNORED)
+    if not case.rows:
+        batch["cu_seq_lens_q"] = torch.tensor(BOUNDS, dtype=torch.int32)
+    return batch
+
+
+def batches_of(case: Case, step: int, dp_rank: int) -> list[Batch]:
+    return [make_batch(case, step, dp_rank, micro) for micro in range(case.accumulate)]
+
+
+def alone(_rank: int, _world: int, cases: list[Case]) -> list[Run]:
+    return [train_alone(case) for case in cases]
+
+
+def train_alone(case: Case) -> Run:
+    """The specification: every document by itself, the mean over all trained tokens of a step."""
+    model = build(case.family)
+    optimizer = make_optimizer(model)
+    losses, norms, grads = [], [], {}
+    for step in range(STEPS):
+        loss = mean_loss(model, case, step)
+        loss.backward()
+        if step == 0:
+            grads = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+        losses.append(float(loss.detach()))
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)))
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        evaluated = [float(mean_loss(model, case, 0))]
+    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    return Run(losses=losses, norms=norms, evaluated=evaluated, grads=grads, weights=weights, lines=[])
+
+
+def mean_loss(model: Any, case: Case, step: int) -> Tensor:
+    """Mean loss of all trained tokens of a step: data-parallel ranks, micro-batches and documents."""
+    batches = [batch for dp_rank in range(case.dp) for batch in batches_of(case, step, dp_rank)]
+    pairs = [loss_sum(model, ids, labels) for batch in batches for ids, labels in documents(batch)]
+    return torch.stack([part for part, _ in pairs]).sum() / max(1, sum(count for _, count in pairs))
+
+
+def documents(batch: Batch) -> list[tuple[Tensor, Tensor]]:
+    """Tokens and labels of each document, without padding."""
+    ids, labels = batch["input_ids"], batch["labels"]
+    if "cu_seq_lens_q" in batch:
+        return [(ids[:, a:b], labels[:, a:b]) for a, b in pairwise(batch["cu_seq_lens_q"].tolist())]
+    lengths = batch["attention_mask"].sum(1).tolist() if "attention_mask" in batch else [ids.shape[1]] * len(ids)
+    return [(ids[row : row + 1, :n], labels[row : row + 1, :n]) for row, n in enumerate(lengths)]
+
+
+def loss_sum(model: Any, ids: Tensor, labels: Tensor) -> tuple[Tensor, int]:
+    """Sum of the losses of a document's trained tokens, and how many there are."""
+    logits, targets = model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    total = torch.nn.functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+    return total, int((targets != IGNORED).sum())
+
+
+def make_optimizer(model: Any) -> Any:
+    # NOTE: eps is large so that a gradient of rounding size does not become a step of full size.
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5)

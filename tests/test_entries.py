@@ -1,0 +1,285 @@
+"""Two entries to one pair of functions: the operators that compilers and modes see have the bits of the eager entry."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import cp_gdn
+from cp_gdn import Comm, Context, Options, conv, library, twin
+from tests.cases import Content, Run
+from tests.dist import pool
+from tests.pack import call, differences, local_gradients, local_inputs, make_context, make_pack, step
+
+PACK = make_pack(Content(pack="several chunks", heads=(1, 2), head_dims=(16, 24), l2norm=True))
+ONE = Run(segments=2, dtype=torch.float32)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> None:
+    torch.compiler.reset()
+
+
+class Watching(TorchDispatchMode):
+    """A mode that only counts the operators of this package that pass it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op.namespace == "cp_gdn":
+            self.seen.append(op.name())
+        return op(*args, **(kwargs or {}))
+
+
+def context(comm: Comm | None = None, run: Run = ONE, **changes: Any) -> Context:
+    return make_context(comm or Comm.alone(), run, PACK, **changes)
+
+
+def assert_same(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    assert differences(got, want) == []
+
+
+# ---- the operators ---------------------------------------------------------------------------------------------------
+
+
+def both_entries(comm: Comm, run: Run) -> tuple[dict[str, Tensor], dict[str, Tensor], list[str]]:
+    ctx = context(comm, run)
+    eager = step(ctx, PACK)
+    with Watching() as mode:
+        return eager, step(ctx, PACK), mode.seen
+
+
+@pytest.mark.parametrize("save_transfer", [True, False])
+@pytest.mark.parametrize("exchange", ["ring", "a2a"])
+def test_the_operators_have_the_bits_of_the_eager_entry(exchange: str, save_transfer: bool) -> None:
+    run = Run(world=3, exchange=exchange, segments=2, save_transfer=save_transfer, dtype=torch.float32)
+    for eager, operators, seen in twin(3, lambda comm: both_entries(comm, run)):
+        assert seen == ["cp_gdn::forward", "cp_gdn::backward"]
+        assert_same(operators, eager)
+
+
+def forward_arguments(ctx: Context) -> tuple[Any, ...]:
+    leaves = local_inputs(ctx, PACK)
+    return (*leaves.values(), ctx.handle, 0.25, True)
+
+
+def backward_arguments(ctx: Context) -> tuple[Any, ...]:
+    args = forward_arguments(ctx)
+    o, final, *saved = (x.detach() for x in library.forward_op(*args))
+    return (o, final, [*(t.detach() for t in args[:5]), *saved], *args[6:], True)
+
+
+def conv_arguments(ctx: Context) -> tuple[Any, ...]:
+    x, weight, bias = (torch.randn(shape, requires_grad=True) for shape in ((ctx.num_tokens, 6), (6, 4), (6,)))
+    return (x, weight, bias, ctx.handle, "silu")
+
+
+def conv_backward_arguments(ctx: Context) -> tuple[Any, ...]:
+    x, weight, bias = (t.detach() for t in conv_arguments(ctx)[:3])
+    return (x, [x, x.new_empty(0, 6), weight, bias], ctx.handle, "silu")
+
+
+OPERATORS: dict[str, tuple[Any, Callable[[Context], tuple[Any, ...]]]] = {
+    "forward": (library.forward_op, forward_arguments),
+    "backward": (library.backward_op, backward_arguments),
+    "conv_forward": (conv.forward_op, conv_arguments),
+    "conv_backward": (conv.backward_op, conv_backward_arguments),
+}
+
+
+@pytest.mark.parametrize("save_transfer", [True, False])
+@pytest.mark.parametrize("name", OPERATORS)
+def test_the_operators_keep_the_rules_of_torch(name: str, save_transfer: bool) -> None:
+    operator, arguments = OPERATORS[name]
+    ctx = context(conv=(6, 4), options=Options(save_transfer=save_transfer))
+    torch.library.opcheck(operator, arguments(ctx))
+
+
+# ---- compilers -------------------------------------------------------------------------------------------------------
+
+BACKENDS = (
+    "aot_eager",
+    pytest.param("inductor", marks=pytest.mark.skipif(not shutil.which("c++"), reason="needs a C++ compiler")),
+)
+
+
+def compiled_step(ctx: Context, backend: str) -> dict[str, Tensor]:
+    """A step of which the op and a product before it are one graph; a break of it would raise."""
+
+    def around(leaves: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return call(ctx, {**leaves, "q": leaves["q"] * 1.0}, PACK)
+
+    leaves = local_inputs(ctx, PACK)
+    outputs = torch.compile(around, backend=backend, fullgraph=True)(leaves)
+    grads = torch.autograd.grad(outputs, list(leaves.values()), local_gradients(ctx, PACK))
+    names = ("o", "final_state", "dq", "dk", "dv", "dg", "dbeta", "dinitial_state")
+    return dict(zip(names, (*(x.detach() for x in outputs), *grads), strict=True))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_compiled_step_is_one_graph_with_the_bits_of_the_eager_one(backend: str) -> None:
+    ctx = context()
+    assert_same(compiled_step(ctx, backend), step(ctx, PACK))
+    assert ctx.last_call["entry"] == "eager"
+
+
+def compiled_on_rank(rank: int, world: int, run: Run) -> tuple[dict[str, Tensor], dict[str, Tensor], list[str]]:
+    comm = Comm(timeout=60.0)
+    ctx = context(comm, run)
+    eager = step(ctx, PACK)
+    with comm.record() as messages:
+        compiled = compiled_step(ctx, "aot_eager")
+    comm.close()
+    return compiled, eager, sorted({m.purpose for m in messages})
+
+
+@pytest.mark.dist
+def test_compiled_ranks_exchange_and_have_the_bits_of_eager_ones() -> None:
+    run = Run(world=2, exchange="a2a", segments=2, dtype=torch.float32)
+    for compiled, eager, purposes in pool.run(2, compiled_on_rank, run, timeout=120.0):
+        assert_same(compiled, eager)
+        assert purposes == ["ADJOINT", "ADJOINT_HOME", "STATE", "STATE_HOME"]
+
+
+def test_a_compiled_layer_is_one_graph_with_the_bits_of_the_eager_one() -> None:
+    layer = cp_gdn.GatedDeltaNet(8, heads=(1, 2), head_dims=(16, 24))
+    ctx = context(conv=layer.conv)
+    x = torch.randn(1, ctx.num_tokens, 8)
+    assert torch.equal(torch.compile(layer, backend="aot_eager", fullgraph=True)(x, ctx), layer(x, ctx))
+
+
+def test_a_compiled_function_takes_the_context_of_the_call_also_after_another_one_is_gone() -> None:
+    compiled = torch.compile(lambda leaves, ctx: call(ctx, leaves, PACK)[0], backend="aot_eager", fullgraph=True)
+    used = set()
+    for segments in (1, 2, 3):
+        ctx = context(segments=segments)
+        assert torch.equal(compiled(local_inputs(ctx, PACK), ctx), step(ctx, PACK)["o"])
+        used.add(ctx.handle)
+        del ctx
+        gc.collect()
+    assert len(used) == 3
+
+
+def test_a_compiler_passes_on_why_an_argument_was_refused() -> None:
+    ctx = context()
+    leaves = {**local_inputs(ctx, PACK), "v": torch.zeros(7, 2, 24)}
+    with pytest.raises(Exception, match=r"v: got shape \(7, 2, 24\), expected \(380, 2, 24\): this rank holds 380"):
+        torch.compile(lambda: call(ctx, leaves, PACK), backend="aot_eager", fullgraph=True)()
+
+
+# ---- what else looks at a call ---------------------------------------------------------------------------------------
+
+ENTRIES: dict[str, Callable[[], Any]] = {"eager": nullcontext, "library": Watching}
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_a_second_derivative_is_refused(entry: str) -> None:
+    ctx = context()
+    leaves = local_inputs(ctx, PACK)
+    with ENTRIES[entry]():
+        (dq,) = torch.autograd.grad(call(ctx, leaves, PACK)[0].sum(), leaves["q"], create_graph=True)
+        with pytest.raises(RuntimeError, match="first derivatives only; drop create_graph"):
+            dq.sum().backward()
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_changes_no_bit(dtype: torch.dtype, entry: str) -> None:
+    ctx = context(run=Run(segments=2, dtype=dtype))
+    want = step(ctx, PACK)
+    leaves = local_inputs(ctx, PACK)
+    with ENTRIES[entry](), torch.autocast("cpu", dtype=torch.bfloat16):
+        outputs = call(ctx, leaves, PACK)
+        inside = torch.autograd.grad(outputs, list(leaves.values()), local_gradients(ctx, PACK), retain_graph=True)
+    outside = torch.autograd.grad(outputs, list(leaves.values()), local_gradients(ctx, PACK))
+    for grads in (inside, outside):
+        got = dict(zip(want, (*(x.detach() for x in outputs), *grads), strict=True))
+        assert_same(got, want)
+
+
+def test_a_graph_that_outlives_its_context_says_so() -> None:
+    ctx = context()
+    leaves = local_inputs(ctx, PACK)
+    with Watching():
+        o, _ = call(ctx, leaves, PACK)
+    del ctx
+    gc.collect()
+    others = [context() for _ in range(20)]  # one of them may well lie where the lost one was
+    with pytest.raises(RuntimeError, match="the context of this call is gone; keep the context alive"):
+        o.sum().backward()
+    assert len(others) == 20
+
+
+def test_the_eager_graph_keeps_its_context() -> None:
+    ctx = context()
+    leaves = local_inputs(ctx, PACK)
+    o, _ = call(ctx, leaves, PACK)
+    del ctx
+    gc.collect()
+    o.sum().backward()
+    assert leaves["q"].grad is not None
+
+
+# ---- last_call -------------------------------------------------------------------------------------------------------
+
+
+def test_last_call_says_what_ran_and_why() -> None:
+    def calls(comm: Comm) -> list[dict[str, Any]]:
+        ctx = context(comm, Run(world=2, segments=2, exchange="ring", dtype=torch.float32))
+        leaves = local_inputs(ctx, PACK)
+        assert ctx.last_call == {}
+        seen = []
+        with torch.no_grad():
+            call(ctx, leaves, PACK)
+        seen.append(dict(ctx.last_call))
+        o, _ = call(ctx, leaves, PACK)
+        seen.append(dict(ctx.last_call))
+        o.sum().backward()
+        seen.append(dict(ctx.last_call))
+        with Watching():
+            call(ctx, leaves, PACK)
+        seen.append(dict(ctx.last_call))
+        _, _, saved = cp_gdn.forward(**leaves, ctx=ctx)
+        cp_gdn.backward(None, None, saved, ctx=ctx)
+        seen.append(dict(ctx.last_call))
+        return seen
+
+    why = {
+        "exchange": "ring",
+        "exchange_reason": "asked for",
+        "segments": (2, 2),
+        "segments_rule": "fixed",
+        "segments_note": "",
+        "backend": "torch",
+        "backend_reason": "auto: the only one that is there yet",
+        "maps": "saved",
+    }
+    expected = [
+        ("eager", "forward", "nothing"),
+        ("eager", "forward", "light"),
+        ("eager", "backward", "light"),
+        ("library", "forward", "light"),
+        ("explicit", "backward", "light"),
+    ]
+    wanted = [{"entry": e, "direction": d, "saved": s, **why} for e, d, s in expected]
+    assert twin(2, calls) == [wanted, wanted]
+
+
+def test_last_call_knows_the_grid_and_maps_that_are_not_kept() -> None:
+    run = Run(segments="grid:1", save_transfer=False, dtype=torch.float32)
+    ctx = context(run=run, backend="torch")
+    step(ctx, PACK)
+    last = ctx.last_call
+    assert (last["segments"], last["segments_rule"], last["maps"]) == ("grid:1", "grid", "recomputed")
+    assert (last["exchange"], last["exchange_reason"]) == ("none", "no document crosses ranks, nothing is sent")
+    assert last["backend_reason"] == "asked for"

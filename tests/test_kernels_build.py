@@ -1,0 +1,58 @@
+"""Every kernel variant compiles for sm_90a without spills and without a warning of the assembler; needs nvcc, no
+GPU."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from cp_gdn.backends import cubins
+
+VARIANTS = [
+    ("prepare", {"GROUP": 1}),
+    ("prepare", {"GROUP": 3}),
+    ("prepare", {"GROUP": 8}),
+    ("walk", {"EMIT_O": 1, "HAS_V": 1}),
+    ("walk", {"EMIT_O": 0, "HAS_V": 1}),
+    ("walk", {"EMIT_O": 0, "HAS_V": 0}),
+]
+
+
+def has_compiler() -> bool:
+    try:
+        cubins.find_nvcc()
+    except cubins.NoCompiler:
+        return False
+    return True
+
+
+needs_nvcc = pytest.mark.skipif(not has_compiler(), reason="needs nvcc (on the PATH or from nvidia-cuda-nvcc)")
+
+
+@needs_nvcc
+@pytest.mark.parametrize(("name", "defines"), VARIANTS)
+def test_a_variant_compiles_without_spills_or_serialized_products(
+    name: str, defines: dict[str, int], tmp_path: Path
+) -> None:
+    log = cubins.compile_to(tmp_path / "out.cubin", name, defines, cubins.find_nvcc())
+    assert (tmp_path / "out.cubin").stat().st_size > 0
+    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", log)
+    assert spills
+    assert set(spills) == {"0"}, log
+    assert not re.search(r"C75\d\d", log), log  # wgmma serialized, setmaxnreg ignored
+
+
+@needs_nvcc
+def test_the_cache_compiles_once_and_its_key_follows_the_defines(tmp_path: Path) -> None:
+    first = cubins.cubin("prepare", {"GROUP": 1}, tmp_path)
+    written = first.stat().st_mtime_ns
+    assert cubins.cubin("prepare", {"GROUP": 1}, tmp_path) == first
+    assert first.stat().st_mtime_ns == written
+    assert cubins.key_of("prepare", {"GROUP": 1}, "v") != cubins.key_of("prepare", {"GROUP": 2}, "v")
+    assert cubins.key_of("prepare", {"GROUP": 1}, "v") != cubins.key_of("prepare", {"GROUP": 1}, "w")
+
+
+@needs_nvcc
+def test_a_compiler_error_carries_the_compilers_words(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"nvcc failed on prepare\.cu"):
+        cubins.compile_to(tmp_path / "out.cubin", "prepare", {"GROUP": -1}, cubins.find_nvcc())
