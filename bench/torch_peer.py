@@ -21,6 +21,7 @@ import torch
 
 import cp_gdn
 
+Op = Callable[..., torch.Tensor]
 PEER = "transformers.models.qwen3_next.modeling_qwen3_next"
 
 
@@ -35,9 +36,7 @@ def inputs(tokens: int, heads: tuple[int, int], dim: int) -> tuple[list[torch.Te
     return [*qkv, gate, normal(heads[1]).sigmoid()], normal(heads[1], dim)
 
 
-def timed(
-    op: Callable[..., torch.Tensor], tensors: list[torch.Tensor], dout: torch.Tensor
-) -> tuple[float, float, list[torch.Tensor]]:
+def timed(op: Op, tensors: list[torch.Tensor], dout: torch.Tensor) -> tuple[float, float, list[torch.Tensor]]:
     """Milliseconds of the forward and of the step, and the gradients."""
     leaves = [t.clone().requires_grad_() for t in tensors]
     start = time.perf_counter()
@@ -48,32 +47,27 @@ def timed(
     return 1e3 * (middle - start), 1e3 * (end - start), [t.grad for t in leaves if t.grad is not None]
 
 
+def ops(args: argparse.Namespace, heads: tuple[int, int]) -> tuple[Op, Op]:
+    """Ours and the peer's, as functions of q, k, v, g, beta."""
+    part = cp_gdn.partition([0, args.tokens], 1)
+    asked = {"heads": heads, "head_dims": (args.dim, args.dim), "dtype": torch.float32, "segments": args.segments}
+    ctx = cp_gdn.build_context(part, cp_gdn.Comm.alone(), **asked)
+    peer = importlib.import_module(PEER).torch_chunk_gated_delta_rule
+    return (
+        lambda *x: cp_gdn.chunk_gated_delta_rule(*x, ctx=ctx, use_qk_l2norm_in_kernel=True)[0],
+        lambda q, k, v, g, beta: peer(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True)[0],
+    )
+
+
 def row(args: argparse.Namespace) -> dict[str, object]:
     heads = (args.heads[0], args.heads[1])
     tensors, dout = inputs(args.tokens, heads, args.dim)
-    part = cp_gdn.partition([0, args.tokens], 1)
-    ctx = cp_gdn.build_context(
-        part,
-        cp_gdn.Comm.alone(),
-        heads=heads,
-        head_dims=(args.dim, args.dim),
-        dtype=torch.float32,
-        segments=args.segments,
-    )
-    peer = importlib.import_module(PEER).torch_chunk_gated_delta_rule
-
-    def ours(q, k, v, g, beta):  # type: ignore[no-untyped-def]
-        return cp_gdn.chunk_gated_delta_rule(q, k, v, g, beta, ctx=ctx, use_qk_l2norm_in_kernel=True)[0]
-
-    def theirs(q, k, v, g, beta):  # type: ignore[no-untyped-def]
-        return peer(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True)[0]
-
+    ours, theirs = ops(args, heads)
     mine, other = timed(ours, tensors, dout)[2], timed(theirs, tensors, dout)[2]
     apart = max(float((a - b).norm() / b.norm()) for a, b in zip(mine, other, strict=True))
     assert apart < 1e-4, f"the two do not compute the same: relative difference {apart:.1e}"
     pairs = [(timed(ours, tensors, dout)[:2], timed(theirs, tensors, dout)[:2]) for _ in range(args.repeats)]
-    steps, peers = [p[0][1] for p in pairs], [p[1][1] for p in pairs]
-    return {
+    found: dict[str, object] = {
         "shape": f"1x{args.tokens}",
         "heads": f"{heads[0]},{heads[1]}",
         "head_dims": f"{args.dim},{args.dim}",
@@ -82,15 +76,15 @@ def row(args: argparse.Namespace) -> dict[str, object]:
         "threads": args.threads,
         "segments": args.segments,
         "repeats": args.repeats,
-        "fwd_ms": statistics.median(p[0][0] for p in pairs),
-        "step_ms": statistics.median(steps),
-        "step_ms_spread": [min(steps), max(steps)],
-        "transformers_fwd_ms": statistics.median(p[1][0] for p in pairs),
-        "transformers_step_ms": statistics.median(peers),
-        "transformers_step_ms_spread": [min(peers), max(peers)],
-        "step_ratio": statistics.median(steps) / statistics.median(peers),
         "largest_relative_difference_of_gradients": apart,
     }
+    for i, name in enumerate(("", "transformers_")):
+        steps = [pair[i][1] for pair in pairs]
+        found[f"{name}fwd_ms"] = statistics.median(pair[i][0] for pair in pairs)
+        found[f"{name}step_ms"] = statistics.median(steps)
+        found[f"{name}step_ms_spread"] = [min(steps), max(steps)]
+    medians = [statistics.median(pair[i][1] for pair in pairs) for i in range(2)]
+    return {**found, "step_ratio": medians[0] / medians[1]}
 
 
 def main() -> None:

@@ -90,6 +90,8 @@ def holders(part: Partition, pixels: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _draw_times(axes: "Axes", planned: PackPlan) -> None:
+    from matplotlib.ticker import LogLocator, NullFormatter
+
     axes.set_title("MODELLED step of one layer, not measured (filled: a2a, hollow: ring or none)", loc="left", size=10)
     if not planned.one_gpu_us:
         why = "no tokens" if planned.one_gpu_us == 0 else "no times in grid mode"
@@ -111,8 +113,9 @@ def _draw_times(axes: "Axes", planned: PackPlan) -> None:
         axes.plot([worlds[i] for i in hollow], [times[i] for i in hollow], **style)
     axes.set_xticks(worlds, [str(world) for world in worlds])
     axes.xaxis.minorticks_off()
-    for ticks in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-        ticks(lambda value, _: f"{value:g}")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set(xlabel="ranks", ylabel="ms")
     axes.grid(alpha=0.3, which="both")
     axes.legend()

@@ -74,11 +74,12 @@ def read_shape(batch: Mapping[str, Any], cu_seqlens: Any = None) -> Shape:
         raise ValueError("cp_gdn: batch: got no input_ids or inputs_embeds, expected one of them with shape [B, S, ..]")
     rows, length = tokens.shape[0], tokens.shape[1]
     given = batch.get("cu_seq_lens_q") if cu_seqlens is None else cu_seqlens
-    bounds = None if given is None else _row_bounds(given, rows, length)
+    bounds = None if given is None else row_bounds(given, rows, length)
     return Shape(rows=rows, length=length, bounds=bounds, device=tokens.device)
 
 
-def _row_bounds(given: Any, rows: int, length: int) -> tuple[int, ...]:
+def row_bounds(given: Any, rows: int, length: int) -> tuple[int, ...]:
+    """Boundaries of the documents of one packed row of `length` tokens, as ints; ValueError if they are not."""
     given = given.flatten() if isinstance(given, Tensor) and given.dim() == 2 and len(given) == 1 else given
     bounds = check_doc_bounds(given)
     if rows != 1:
@@ -127,19 +128,23 @@ def check_padding(mask: Any, positions: Any, shape: Shape) -> None:
 
 
 def check_local(inputs: Mapping[str, Any], pack: Pack, *, packed: bool) -> None:
-    """As `check_padding`, on this rank's part of zigzag rows: what is wrong in a row is wrong on some rank's part."""
+    """As `check_padding`, on this rank's part of zigzag rows, for all ranks alike: one message, where there is a mask
+    or there are positions. Whatever is wrong in a row is wrong on some rank's part of it."""
     mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
-    questions = []
     real = mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
+    left, restarts = torch.zeros(2, dtype=torch.int64, device=pack.device)
     if real is not None:
-        questions.append((real[:, 1:] & ~real[:, :-1]).any())
+        left = (real[:, 1:] & ~real[:, :-1]).sum()
     if isinstance(positions, Tensor) and positions.dim() == 2 and not packed:
         starts = (positions == 0) & (pack.positions != 0)
-        questions.append((starts if real is None else starts & real).any())
-    answers = torch.stack(questions).tolist() if questions else []
-    if real is not None and answers[0]:
+        restarts = (starts if real is None else starts & real).sum()
+    if real is None and positions is None:
+        return
+    # A rank that raised by itself would leave the others in FSDP's collectives.
+    padded, restarted = pack.comm.all_reduce_sum("INPUTS", torch.stack((left, restarts))).tolist()
+    if padded:
         raise ValueError(LEFT_PADDING)
-    if any(answers):
+    if restarted:
         raise ValueError(PACKED_WITHOUT_BOUNDS)
 
 

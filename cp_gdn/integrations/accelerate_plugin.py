@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from cp_gdn.comm import Comm
-from cp_gdn.integrations.accelerate_batch import PACKING, Shape, check_local, read_shape
+from cp_gdn.integrations.accelerate_batch import PACKING, Shape, check_local, row_bounds
 from cp_gdn.integrations.accelerate_settings import Settings
 from cp_gdn.integrations.attention import SharedAttention, install
 from cp_gdn.integrations.seat import Pack, Seat
@@ -181,17 +181,14 @@ class Plugin:
         seat = next(taken.seat for taken in self._taken if taken.model is model)
         if self._step is None or seat.original or seat.pack is None:
             return None
-        with seat.comm.guard("the model's inputs"):
-            pack = seat.pack
-            bounds = kwargs.get("cu_seq_lens_q")
-            check_local(kwargs, pack, packed=bounds is not None)
-            if bounds is not None:
-                rows, whole = pack.batch_shape[0], pack.partition.num_tokens
-                shape = read_shape({"input_ids": torch.empty(rows, whole // rows, device="meta")}, bounds)
-                assert shape.bounds is not None
-                pack = seat.packed(shape.bounds, layout="zigzag", device=pack.device)
-                for taken in self._taken:
-                    self._step.enter_context(taken.seat.hold(pack))
+        pack, bounds = seat.pack, kwargs.get("cu_seq_lens_q")
+        check_local(kwargs, pack, packed=bounds is not None)
+        if bounds is not None:
+            rows, tokens = pack.batch_shape[0], pack.partition.num_tokens
+            packed = row_bounds(bounds, rows, tokens // rows)
+            pack = seat.packed(packed, layout="zigzag", device=pack.device)
+            for taken in self._taken:
+                self._step.enter_context(taken.seat.hold(pack))
         return args, {name: value for name, value in kwargs.items() if name not in PACKING}
 
     def _seat(self) -> Seat:
