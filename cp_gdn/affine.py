@@ -31,9 +31,9 @@ def run(hops: Hops, states: Tensor, maps: Tensor, offsets: Tensor | None, *, adj
         states: [n, HV, K, X], read at src and written at dst.
         maps: [m, HV, K, K]. offsets: [b, HV, K, X], or None for products of maps alone.
     """
-    sizes = [count for count, _ in hops.steps]
-    columns = (column.split(sizes) for column in (hops.dst, hops.src, hops.offset_row, hops.map_row))
-    for (_, starts), dst, src, offset_row, map_row in zip(hops.steps, *columns, strict=True):
+    pieces = hops.table.split([count for count, _ in hops.steps], dim=1)
+    for (_, starts), piece in zip(hops.steps, pieces, strict=True):
+        dst, src, offset_row, map_row = piece.unbind()
         if starts:
             assert offsets is not None
             states[dst] = offsets[offset_row]

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,10 +17,11 @@ from cp_gdn._version import __version__
 from cp_gdn.backends.precision import state_dtype
 from cp_gdn.backends.torch_backend import TorchBackend
 from cp_gdn.backends.torch_chunked import padded
+from cp_gdn.calibration import Calibration, calibration_for
 from cp_gdn.chains import HopBuilder, build_chains, build_maps
 from cp_gdn.checks import check_comm, check_context
 from cp_gdn.comm import Comm
-from cp_gdn.exchange import Choice, Routes, build_routes, choose_exchange
+from cp_gdn.exchange import Choice, Routes, Sizes, build_routes, choose
 from cp_gdn.halo import Halo, build_halo, device_halo
 from cp_gdn.layout import Partition
 from cp_gdn.options import Options
@@ -118,16 +120,17 @@ class Context:
 
     def note_call(self, entry: str, direction: str, *, keeps: bool = True) -> None:
         """Write `last_call`. ``keeps``: whether this forward saved anything for a backward."""
-        asked, options = self.asked["backend"], self.options
+        asked, options, segments = self.asked["backend"], self.options, self.segments
+        p: Any = segments.p_vector if segments.rule == "fixed" else self.plan.p
         self.last_call.clear()
         self.last_call.update(
             entry=entry,
             direction=direction,
             exchange=self.choice.kind,
             exchange_reason=self.choice.reason,
-            segments=f"grid:{self.plan.grid}" if self.plan.grid else self.plan.p_vector,
-            segments_rule=self.segments.rule,
-            segments_note=self.segments.note,
+            segments=f"grid:{self.plan.grid}" if self.plan.grid else p,
+            segments_rule=segments.rule,
+            segments_note=segments.note,
             backend="torch",
             backend_reason="asked for" if asked == "torch" else "auto: the only one that is there yet",
             saved=options.save if keeps else "nothing",
@@ -182,14 +185,23 @@ def build_context(
             "options": options,
         }
         heads, head_dims = check_context(part, comm, asked)
-        picked = resolve_segments(segments, part, heads[1])
-        itemsize = state_dtype(dtype).itemsize
-        choice = choose_exchange(exchange, part, heads[1], head_dims, grid=picked.grid > 0, itemsize=itemsize)
-        plan = build_plan(part, comm.rank, p_vector=picked.p_vector, grid=picked.grid)
+        calibration, note = _calibration(torch.device(device))
+        picked = resolve_segments(segments, part, heads[1], calibration, note)
+        sizes = Sizes.of(heads[1], head_dims, state_dtype(dtype).itemsize)
+        choice = choose(exchange, part, sizes, calibration.times, grid=picked.grid > 0)
+        plan = build_plan(part, comm.rank, p_vector=picked.p_of(comm.rank), grid=picked.grid)
         ctx = _assemble(part, comm, plan, picked, choice, asked)
         comm.agree("context", digest_fields(ctx))
     log.info("cp_gdn: %s over %d ranks, exchange %s (%s)", part.layout, comm.size, choice.kind, choice.reason)
     return ctx
+
+
+def _calibration(device: torch.device) -> tuple[Calibration, str]:
+    """Constants of the device, and what was assumed about it; asks the driver without a synchronization."""
+    if device.type != "cuda":
+        return calibration_for("cpu")
+    sm_count = torch.cuda.get_device_properties(device).multi_processor_count
+    return calibration_for(torch.cuda.get_device_name(device), sm_count)
 
 
 def _assemble(
@@ -205,6 +217,11 @@ def _assemble(
     routes = build_routes(choice.kind, part, builders, chains)
     halo = None if conv is None else build_halo(part, comm.rank, conv[1])
     schedule, routes, moved = upload((schedule, routes, halo), device)
+    device_side = None if moved is None else device_halo(moved)
+    if device.type != "cpu":  # tables with an entry per token: now, and not first inside of a graph capture
+        schedule.tokens.make()
+        if device_side is not None:
+            device_side.make()
     options: Options = asked["options"]
     return Context(
         partition=part,
@@ -220,7 +237,7 @@ def _assemble(
         plan=plan,
         schedule=schedule,
         routes=routes,
-        halo=None if moved is None else device_halo(moved),
+        halo=device_side,
         backend=TorchBackend(schedule=schedule, cutoff=options.cutoff(asked["dtype"])),
         asked=asked,
     )
@@ -228,22 +245,29 @@ def _assemble(
 
 def digest_fields(ctx: Context) -> dict[str, str]:
     """What must be equal on every rank for messages and bits to fit, in readable form; long values as a hash."""
-    table = ctx.partition.table
-    columns = b"".join(column.tobytes() for column in (table.rank, table.doc, table.offset, table.length))
+    part = ctx.partition
     return {
         "version": __version__,
-        "doc_bounds": _short(str(ctx.partition.doc_bounds)),
-        "layout": f"{ctx.partition.layout}, align={ctx.partition.align}",
-        "fragments": hashlib.sha256(columns).hexdigest()[:16],
+        "doc_bounds": _digest(part.bounds),
+        "layout": f"{part.layout}, align={part.align}",
+        "fragments": _digest(*part.cuts.given),
         "heads": str(ctx.heads),
         "head_dims": str(ctx.head_dims),
         "dtype": str(ctx.dtype),
         "conv": str(ctx.conv),
-        "segments": f"grid:{ctx.plan.grid}" if ctx.plan.grid else _short(str(ctx.plan.p_vector)),
+        "segments": _short(ctx.segments.agreed),
         "exchange": ctx.choice.kind,
         "backend": "torch",
         "options": str(ctx.options),
     }
+
+
+def _digest(*columns: np.ndarray) -> str:
+    """Short columns as a reader wants them, of long ones the start and a hash of all."""
+    if sum(map(len, columns)) <= 16:
+        return " ".join(str(column.tolist()) for column in columns)
+    hashed = hashlib.sha256(b"".join(column.tobytes() for column in columns)).hexdigest()[:16]
+    return f"{' '.join(str(column[:4].tolist()) for column in columns)}... of {len(columns[0])}, sha256 {hashed}"
 
 
 def _short(text: str) -> str:

@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from cp_gdn.a2a.exchange import OwnerExchange
 from cp_gdn.a2a.routes import OwnerRoutes, build_owner_routes
-from cp_gdn.chains import Chains, HopBuilder, chain_order
+from cp_gdn.calibration import H200_MODEL, Times
+from cp_gdn.chains import Chains, HopBuilder
 from cp_gdn.comm import Comm
 from cp_gdn.flow import Exchange, Flow
 from cp_gdn.layout import Partition
@@ -15,11 +14,10 @@ from cp_gdn.ring.exchange import RingExchange
 from cp_gdn.ring.routes import RingStep, build_steps
 
 EXCHANGES = ("auto", "ring", "a2a")
-HOP_US = 40.0
-COLLECTIVE_US = 60.0
-BYTES_PER_US = 200_000.0
-"""NCCL between two H200s over NVLink: messages of 0.06 to 12 MiB take 30 to 90 us, 64 MiB 140 to 370 us
-(docs/design.md)."""
+HOP_US = H200_MODEL.times.exchange / 1e3
+COLLECTIVE_US = HOP_US
+BYTES_PER_US = (1 << 20) * 1e3 / H200_MODEL.times.link_mib
+"""What a CPU plans with, as `calibration.Times` has it for the H200."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,40 +28,51 @@ class Choice:
     reason: str
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    """Bytes of one state and of one map of all ``heads`` value heads."""
+
+    heads: int
+    state: int
+    square: int
+
+    @classmethod
+    def of(cls, heads: int, head_dims: tuple[int, int], itemsize: int) -> "Sizes":
+        key, value = head_dims
+        return cls(heads=heads, state=heads * key * value * itemsize, square=heads * key * key * itemsize)
+
+
 def choose_exchange(
     asked: str, part: Partition, heads: int, head_dims: tuple[int, int], *, grid: bool, itemsize: int
 ) -> Choice:
+    """Resolve ``exchange=`` by the links of an H200; see `choose`."""
+    return choose(asked, part, Sizes.of(heads, head_dims, itemsize), H200_MODEL.times, grid=grid)
+
+
+def choose(asked: str, part: Partition, sizes: Sizes, times: Times, *, grid: bool) -> Choice:
     """Resolve ``exchange=``: as asked, or by modelled microseconds of one direction.
 
-    ring: per hop between ranks HOP_US and the states of its busiest pair of ranks; a2a: two collectives and the bytes
-        of the busiest
-    rank. Grid mode ships every segment's map with a2a and more ranks than heads make an owner's bytes grow, so both
-    take ring.
+    ring: per hop between ranks a message and the states of its busiest pair of ranks; a2a: two collectives, each like a
+        message, and the bytes of the busiest rank.
+    Grid mode ships every segment's map with a2a and more ranks than heads make an owner's bytes grow, so both take
+    ring.
     """
     if asked not in EXCHANGES:
         raise ValueError(f"exchange: got {asked!r}, expected one of {EXCHANGES}")
-    order, table, world = chain_order(part.table), part.table, part.world_size
-    if not order.crosses.any():
+    if not part.crosses:
         return Choice(kind="none", reason="no document crosses ranks, nothing is sent")
     if asked != "auto":
         return Choice(kind=asked, reason="asked for")
     if grid:
         return Choice(kind="ring", reason="grid mode: a2a would ship the map of every segment")
-    if world > heads:
-        return Choice(
-            kind="ring", reason=f"{world} ranks are more than {heads} value heads: the bytes of an owner would grow"
-        )
-    state = heads * head_dims[0] * head_dims[1] * itemsize
-    square = heads * head_dims[0] ** 2 * itemsize
-    entering = np.flatnonzero(order.crosses & (order.before >= 0) & (table.rank[order.before] != table.rank))
-    pair = (order.level[entering] * world + table.rank[order.before[entering]]) * world + table.rank[entering]
-    _, first, states = np.unique(pair, return_index=True, return_counts=True)
-    busiest = np.zeros(int(order.level[entering].max()) + 1)
-    np.maximum.at(busiest, order.level[entering[first]], states)
-    ring = (len(busiest) - 1) * HOP_US + busiest.sum() * state / BYTES_PER_US
-    middle = order.crosses & (order.before >= 0) & (order.after >= 0)
-    sent = np.bincount(table.rank, order.crosses * (2 * state) + middle * square, world)
-    a2a = 2 * COLLECTIVE_US + float(sent.max()) / BYTES_PER_US
+    if part.world_size > sizes.heads:
+        reason = f"{part.world_size} ranks are more than {sizes.heads} value heads: the bytes of an owner would grow"
+        return Choice(kind="ring", reason=reason)
+    load = part.cuts.link_load()
+    sent = int((load.fragments * (2 * sizes.state) + load.middles * sizes.square).max())
+    message_us, us_per_byte = times.exchange / 1e3, times.link_mib / 1e3 / (1 << 20)
+    ring = len(load.busiest) * message_us + int(load.busiest.sum()) * sizes.state * us_per_byte
+    a2a = 2 * message_us + sent * us_per_byte
     kind = "ring" if ring <= a2a else "a2a"
     return Choice(kind=kind, reason=f"modelled us per direction: ring {ring:.0f}, a2a {a2a:.0f}")
 
@@ -91,7 +100,7 @@ def build_routes(kind: str, part: Partition, builders: Sequence[HopBuilder], cha
     """Routes of ``kind`` ("none" has none), forward and mirrored."""
     sides = list(zip(builders, chains, strict=True))
     steps = [build_steps(b, c) if kind == "ring" else () for b, c in sides]
-    owners = [build_owner_routes(part, b, c) if kind == "a2a" else None for b, c in sides]
+    owners = [build_owner_routes(b, c) if kind == "a2a" else None for b, c in sides]
     return Routes(
         kind=kind, forward_steps=steps[0], adjoint_steps=steps[1], forward_owner=owners[0], adjoint_owner=owners[1]
     )

@@ -8,6 +8,7 @@ Legend: T local tokens, R rows received from other ranks, F this rank's non-empt
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -37,14 +38,33 @@ class HaloSide:
     recv_counts: tuple[int, ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class DeviceSide:
-    """A `HaloSide` on a device: `taps` int64 [T, w] with the zero row T + R beyond the document, `send_rows` int64."""
+    """A `HaloSide` whose tables are tensors. `send_rows`: int64."""
 
-    taps: torch.Tensor
-    send_rows: torch.Tensor
-    send_counts: tuple[int, ...]
-    recv_counts: tuple[int, ...]
+    side: Any
+    width: int
+
+    @property
+    def send_rows(self) -> torch.Tensor:
+        return self.side.send_rows
+
+    @property
+    def send_counts(self) -> tuple[int, ...]:
+        return self.side.send_counts
+
+    @property
+    def recv_counts(self) -> tuple[int, ...]:
+        return self.side.recv_counts
+
+    @cached_property
+    def taps(self) -> torch.Tensor:
+        """int64 [T, w], with the zero row T + R beyond the document; made where it lies when first needed."""
+        side = self.side
+        own, tap = (torch.arange(n, device=side.edge_index.device) for n in (side.num_tokens, self.width))
+        taps = own[:, None] + side.step * tap
+        taps.view(-1).scatter_(0, side.edge_index, side.edge_value)
+        return taps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -55,6 +75,10 @@ class Halo:
     crosses: bool
     forward: DeviceSide
     adjoint: DeviceSide
+
+    def make(self) -> None:
+        """Make the tap tables now."""
+        _ = self.forward.taps, self.adjoint.taps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -72,8 +96,8 @@ class HaloPlan:
 
 
 def device_halo(moved: HaloPlan) -> Halo:
-    """The halo of a plan whose arrays `tables.upload` has replaced by tensors; builds the tap tables where they lie."""
-    forward, adjoint = (_device_side(side, moved.width) for side in (moved.forward, moved.adjoint))
+    """The halo of a plan whose arrays `tables.upload` has replaced by tensors."""
+    forward, adjoint = (DeviceSide(side=side, width=moved.width) for side in (moved.forward, moved.adjoint))
     return Halo(width=moved.width, crosses=moved.crosses, forward=forward, adjoint=adjoint)
 
 
@@ -81,76 +105,57 @@ def build_halo(partition: Partition, rank: int, width: int) -> HaloPlan:
     """Halo of `rank` for a convolution over `width` tokens, 1 to MAX_WIDTH."""
     if not 1 <= width <= MAX_WIDTH:
         raise ValueError(f"conv: got width {width}, expected 1 to {MAX_WIDTH}")
-    t = partition.table
-    linked = np.flatnonzero(t.prev >= 0)
-    crosses = width > 1 and bool((t.rank[linked] != t.rank[t.prev[linked]]).any())
     own = _own_fragments(partition, rank, width)
-    before, after = _near(own, t.prev), _near(own, t.next)
-    forward = _side(own, sources=before, targets=after, tail=True)
-    adjoint = _side(own, sources=after, targets=before, tail=False)
-    return HaloPlan(width=width, crosses=crosses, forward=forward, adjoint=adjoint)
+    crosses = width > 1 and partition.crosses
+    return HaloPlan(width=width, crosses=crosses, forward=_side(own, tail=True), adjoint=_side(own, tail=False))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Own:
-    """This rank's non-empty fragments [F], and the first local row of each of its slots, empty ones included."""
+    """This rank's non-empty fragments [F] in slot order, `ends` their first offset beyond. `first_row`: of each the
+    local row."""
 
     partition: Partition
     rank: int
     width: int
     num_tokens: int
-    slot_row: np.ndarray
-    table_row: np.ndarray
+    doc: np.ndarray
+    offset: np.ndarray
     length: np.ndarray
+    size: np.ndarray
     first_row: np.ndarray
 
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Near:
-    """Pairs of an own fragment (index) and another of its chain (row of the table), `gap` < w - 1 tokens between."""
-
-    own: np.ndarray
-    other: np.ndarray
-    gap: np.ndarray
+    def local_rows(self, token: np.ndarray) -> np.ndarray:
+        """Local rows of global tokens that this rank holds."""
+        start = self.partition.bounds[self.doc] + self.offset
+        order = start.argsort(kind="stable")
+        fragment = order[start[order].searchsorted(token, "right") - 1]
+        rows: np.ndarray = self.first_row[fragment] + token - start[fragment]
+        return rows
 
 
 def _own_fragments(partition: Partition, rank: int, width: int) -> _Own:
-    rows = partition.rows(rank)
-    lengths = partition.table.length[rows]
-    slot_row = np.cumsum(lengths) - lengths
-    live = np.flatnonzero(lengths)
+    own = partition.of_rank(rank)
+    live = own.length.nonzero()[0]
     return _Own(
         partition=partition,
         rank=rank,
         width=width,
-        num_tokens=int(lengths.sum()),
-        slot_row=slot_row,
-        table_row=live + rows.start,
-        length=lengths[live],
-        first_row=slot_row[live],
+        num_tokens=int(own.length.sum()),
+        doc=own.doc[live],
+        offset=own.offset[live],
+        length=own.length[live],
+        size=own.size[live],
+        first_row=(own.length.cumsum() - own.length)[live],
     )
 
 
-def _near(own: _Own, link: np.ndarray) -> _Near:
-    """The pairs on the side of the chain that `link` (the table's prev or next) leads to, nearest first."""
-    index, other = np.arange(len(own.length)), link[own.table_row]
-    gap = np.zeros_like(index)
-    found = [(index[:0], index[:0], gap[:0])]
-    while len(index):
-        close = np.flatnonzero((other >= 0) & (gap < own.width - 1))
-        index, other, gap = index[close], other[close], gap[close]
-        found.append((index, other, gap))
-        gap, other = gap + own.partition.table.length[other], link[other]
-    pairs, others, gaps = (np.concatenate(column) for column in zip(*found, strict=True))
-    return _Near(own=pairs, other=others, gap=gaps)
-
-
-def _side(own: _Own, *, sources: _Near, targets: _Near, tail: bool) -> HaloSide:
-    """One direction: fragments need the tails of `sources` before them (forward) or the heads of those after them."""
+def _side(own: _Own, *, tail: bool) -> HaloSide:
+    """One direction: fragments need the tails of those before them (forward) or the heads of those after them."""
     # One document of 6, w = 3, rank 0 holds offsets 0 1 | 5, rank 1 holds 2 3 | 4. Forward, rank 1: rows 0 1 of rank 0
     # come as its rows 3 4 (5 is the zero row), its taps are (0 4 3) (1 0 4) (2 1 0), and it sends rows 1 2 (for 5).
-    source, recv_counts = _sources(own, sources, tail)
-    send_rows, send_counts = _sends(own, targets, tail)
+    source, recv_counts = _sources(own, tail)
+    send_rows, send_counts = _sends(own, tail)
     edge_index, edge_value = _edges(own, source, tail)
     return HaloSide(
         num_tokens=own.num_tokens,
@@ -163,63 +168,65 @@ def _side(own: _Own, *, sources: _Near, targets: _Near, tail: bool) -> HaloSide:
     )
 
 
-def _sources(own: _Own, near: _Near, tail: bool) -> tuple[np.ndarray, tuple[int, ...]]:
+def _sources(own: _Own, tail: bool) -> tuple[np.ndarray, tuple[int, ...]]:
     """Row of the token d = 1 .. w - 1 beyond the edge of each own fragment, [F, w - 1], and rows received per rank."""
-    t = own.partition.table
-    pair, place, away = _reached(near, t.length[near.other], own.width, tail)
-    other = near.other[pair]
-    row = own.num_tokens + np.empty_like(other)
-    far = t.rank[other] != own.rank
-    wanted, _, row_of = _in_order(own, t.rank[other[far]], other[far], place[far])
-    row[far] = own.num_tokens + row_of
-    row[~far] = own.slot_row[t.slot[other[~far]]] + place[~far]
-    source = np.full((len(own.length), own.width - 1), own.num_tokens + sum(wanted))
-    source[near.own[pair], away] = row
+    part, away = own.partition, np.arange(1, own.width)
+    offset = (own.offset[:, None] - away) if tail else (own.offset + own.length - 1)[:, None] + away
+    fragment, step = ((offset >= 0) & (offset < own.size[:, None])).nonzero()
+    doc, offset = own.doc[fragment], offset[fragment, step]
+    owner, token = part.cuts.owner_of(doc, offset), part.bounds[doc] + offset
+    near = owner == own.rank
+    far = ~near
+    wanted, _, place = _in_order(part, owner[far], token[far])
+    row = np.empty_like(token)
+    row[far] = own.num_tokens + place
+    row[near] = own.local_rows(token[near])
+    source = np.full((len(own.doc), own.width - 1), own.num_tokens + sum(wanted))
+    source[fragment, step] = row
     return source, wanted
 
 
-def _sends(own: _Own, near: _Near, tail: bool) -> tuple[np.ndarray, tuple[int, ...]]:
+def _sends(own: _Own, tail: bool) -> tuple[np.ndarray, tuple[int, ...]]:
     """Own rows that other ranks need, by receiving rank, and how many each gets."""
-    receiver = own.partition.table.rank[near.other]
-    pair, place, _ = _reached(near, own.length[near.own] * (receiver != own.rank), own.width, tail)
-    mine = near.own[pair]
-    counts, first, _ = _in_order(own, receiver[pair], own.table_row[mine], place)
-    return (own.first_row[mine] + place)[first], counts
+    part = own.partition
+    step, tap = _pairs(own.width)
+    # The token `step` inside the edge is needed by the token `tap` away from it, which is beyond the edge.
+    place = own.length[:, None] - 1 - step if tail else np.broadcast_to(step, (len(own.doc), len(step)))
+    needing = own.offset[:, None] + (place + tap if tail else place - tap)
+    inside = (step < own.length[:, None]) & (needing >= 0) & (needing < own.size[:, None])
+    fragment, pair = inside.nonzero()
+    doc, place = own.doc[fragment], place[fragment, pair]
+    owner = part.cuts.owner_of(doc, needing[fragment, pair])
+    far = owner != own.rank
+    row = (own.first_row[fragment] + place)[far]
+    counts, first, _ = _in_order(part, owner[far], (part.bounds[doc] + own.offset[fragment] + place)[far])
+    return row[first], counts
 
 
-def _reached(near: _Near, length: np.ndarray, width: int, tail: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The tokens of one end of each pair that the other end reaches: pair, place in the fragment, steps away - 1."""
-    count = np.minimum(width - 1 - near.gap, length)
-    pair, step = np.nonzero(np.arange(width - 1) < count[:, None])
-    return pair, length[pair] - 1 - step if tail else step, near.gap[pair] + step
-
-
-def _in_order(
-    own: _Own, peer: np.ndarray, table_row: np.ndarray, place: np.ndarray
-) -> tuple[tuple[int, ...], np.ndarray, np.ndarray]:
+def _in_order(part: Partition, peer: np.ndarray, token: np.ndarray) -> tuple[tuple[int, ...], np.ndarray, np.ndarray]:
     """Distinct (peer, token) ascending, the order both ends of a message use: how many per peer, index of the first of
     each, and the place of every given one among them.
     """
-    part = own.partition
-    stride = part.num_tokens + 1
-    key = peer * stride + part.bounds[part.table.doc[table_row]] + part.table.offset[table_row] + place
-    distinct, first, order = np.unique(key, return_index=True, return_inverse=True)
-    counts = np.bincount(distinct // stride, minlength=part.world_size)
-    return tuple(counts.tolist()), first, order.reshape(-1)
+    key = peer * (part.num_tokens + 1) + token
+    order = key.argsort(kind="stable")
+    fresh = np.ones(len(key), dtype=bool)
+    np.not_equal(key[order[1:]], key[order[:-1]], out=fresh[1:])
+    place = np.empty_like(order)
+    place[order] = fresh.cumsum() - 1
+    first = order[fresh]
+    return tuple(np.bincount(peer[first], minlength=part.world_size).tolist()), first, place
+
+
+@cache
+def _pairs(width: int) -> tuple[np.ndarray, np.ndarray]:
+    """(step, tap) such that the tap of the token `step` inside an edge leaves the fragment, [w (w - 1) / 2] each."""
+    step, tap = np.triu_indices(width, 1)
+    return step, tap
 
 
 def _edges(own: _Own, source: np.ndarray, tail: bool) -> tuple[np.ndarray, np.ndarray]:
     """Flat entries of the tap table [T, w] that leave their fragment, and their values."""
-    # The token `step` away from the edge leaves the fragment at the taps beyond.
-    pairs = [(step, tap) for step in range(own.width) for tap in range(step + 1, own.width)]
-    step, tap = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+    step, tap = _pairs(own.width)
     row = own.first_row[:, None] + (step if tail else own.length[:, None] - 1 - step)
     inside = step < own.length[:, None]
     return (row * own.width + tap)[inside], source[:, tap - step - 1][inside]
-
-
-def _device_side(side: Any, width: int) -> DeviceSide:
-    own, tap = (torch.arange(n, device=side.edge_index.device) for n in (side.num_tokens, width))
-    taps = own[:, None] + side.step * tap
-    taps.view(-1).scatter_(0, side.edge_index, side.edge_value)
-    return DeviceSide(taps=taps, send_rows=side.send_rows, send_counts=side.send_counts, recv_counts=side.recv_counts)

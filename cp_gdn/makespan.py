@@ -7,7 +7,6 @@ Exact integers; nothing here knows a device. Example: three jobs of 5 and four o
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
@@ -77,24 +76,29 @@ def _canonical(rows: Iterable[tuple[int, ...]]) -> Rows:
 
 
 def rank_tables(part: Partition, *, grid: str = "document") -> list[Rows]:
-    """One table per rank.
+    """One table per rank; see `rank_rows`."""
+    return [rank_rows(part, rank, grid=grid) for rank in range(part.world_size)]
+
+
+def rank_rows(part: Partition, rank: int, *, grid: str = "document") -> Rows:
+    """The table of one rank.
 
     Args:
-        part: the partition.
+        part: the partition. rank: whose fragments.
         grid: where chunks are counted from: "document" (what is run) or "fragment" (what the rules of the seed count:
             ceil(length / 64)).
     """
     if grid not in ("document", "fragment"):
         raise ValueError(f'grid: got {grid!r}, expected "document" or "fragment"')
-    table = part.table
-    nc = chunk_counts(table.offset, table.length) if grid == "document" else -(-table.length // CHUNK)
-    key = nc * 4 + (table.next >= 0) * 2 + (table.prev >= 0)
-    span = int(key.max(initial=0)) + 1
-    keys, counts = np.unique(table.rank * span + key, return_counts=True)
-    cuts = np.searchsorted(keys, np.arange(part.world_size + 1) * span).tolist()
-    keys %= span
-    rows = list(zip(*(column.tolist() for column in (keys // 4, keys // 2 % 2, keys % 2, counts)), strict=True))
-    return [Rows(rows[start:end][::-1]) for start, end in pairwise(cuts)]
+    own = part.of_rank(rank)
+    nc = chunk_counts(own.offset, own.length) if grid == "document" else -(-own.length // CHUNK)
+    crosses = (own.offset + own.length < own.size) * 2 + (own.offset > 0)
+    keys = nc * 4 + crosses * (nc > 0)
+    if len(keys) <= SMALL:
+        counted = sorted(Counter(keys.tolist()).items())
+    else:
+        counted = list(zip(*(column.tolist() for column in np.unique(keys, return_counts=True)), strict=True))
+    return Rows((key >> 2, key >> 1 & 1, key & 1, count) for key, count in reversed(counted))
 
 
 # ---- longest first, each job to the least loaded machine -------------------------------------------------------------

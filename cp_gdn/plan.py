@@ -7,17 +7,17 @@ token 128) and 22. With P = 2 every chunk is a segment of its own; with "grid:1"
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from cp_gdn.fragments import Ints as Ints
+from cp_gdn.fragments import Places, RankFragments, runs
 from cp_gdn.layout import Partition
 
 CHUNK = 64
 """Tokens per chunk: the tile of every kernel and of the torch backend."""
-
-Ints = np.ndarray
-"""An int64 array."""
 
 Index = Any
 """An int64 array in a plan, an int64 tensor once `tables.upload` has put it on a device."""
@@ -46,7 +46,7 @@ class Segments:
         slot: fragment it belongs to.
         first_chunk, num_chunks: its run of this rank's chunks.
         has_prev, has_next: whether the document has tokens before or after it, on any rank.
-        of_slot: [slots + 1] the segments of slot f are of_slot[f]:of_slot[f + 1].
+        of_slot: [slots + 1] the segments of slot f are of_slot[f]:of_slot[f + 1]. per_slot: [slots] how many.
     """
 
     slot: Ints
@@ -55,6 +55,7 @@ class Segments:
     has_prev: Ints
     has_next: Ints
     of_slot: Ints
+    per_slot: Ints
 
     def __len__(self) -> int:
         return len(self.slot)
@@ -71,38 +72,67 @@ class Chunks:
         return len(self.count)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
     """One rank's share of a pack.
 
     Attributes:
         rank, num_tokens: this rank and how many tokens it holds.
-        p_vector: segments per fragment, one number per rank.
+        p: segments per fragment on this rank; of no effect in grid mode.
         grid: N of "grid:N" (segment borders every N chunks from the document's start), 0 in ordinary mode.
+        fragments: what this rank holds. places: where they stand in their chains, forward and mirrored.
         chunks, segments: see there.
         entry_docs, exit_docs: documents whose first or last fragment this rank holds, ascending.
+        empty_docs: those of them without tokens.
     """
 
     rank: int
     num_tokens: int
-    p_vector: tuple[int, ...]
+    p: int
     grid: int
+    fragments: RankFragments
+    places: tuple[Places, Places]
     chunks: Chunks
     segments: Segments
     entry_docs: Ints
     exit_docs: Ints
+    empty_docs: Ints
 
     def segment_set(self, ids: Ints, *, reverse: bool = False) -> SegmentSet:
-        """The segments ``ids`` as a walk, from their first chunk on or (``reverse``) from their last."""
-        count = self.segments.num_chunks[ids]
-        order = np.argsort(-count, kind="stable")
-        ids, count = ids[order], count[order]
-        owner = np.repeat(np.arange(len(ids)), count)
-        step = np.arange(len(owner)) - np.repeat(np.cumsum(count) - count, count)
-        inside = np.repeat(count, count) - 1 - step if reverse else step
-        chunks = self.segments.first_chunk[ids][owner] + inside
-        active = np.bincount(step, minlength=0)
-        return SegmentSet(segments=ids, chunks=chunks[np.argsort(step, kind="stable")], active=tuple(active.tolist()))
+        """The segments ``ids`` (ascending) as a walk, from their first chunk on or (``reverse``) from their last."""
+        chosen = np.zeros(len(self.segments), dtype=bool)
+        chosen[ids] = True
+        return self.walk(chosen, reverse=reverse)
+
+    def walk(self, chosen: Ints, *, reverse: bool = False) -> SegmentSet:
+        """The same of a mask over all segments, bool [n]."""
+        everything, step, owner = self._everything[reverse]
+        keep = chosen[owner]
+        chunks = everything.chunks[keep]
+        if len(chunks) == len(owner):
+            return everything
+        active = np.bincount(step[keep]).tolist()
+        return SegmentSet(
+            segments=everything.segments[chosen[everything.segments]], chunks=chunks, active=tuple(active)
+        )
+
+    @cached_property
+    def _everything(self) -> tuple[tuple[SegmentSet, Ints, Ints], tuple[SegmentSet, Ints, Ints]]:
+        """All segments as a walk, forward and in reverse; of each of its chunks the step and the segment."""
+        count = self.segments.num_chunks
+        ids = (-count).argsort(kind="stable")
+        count = count[ids]
+        active = len(count) - np.bincount(count).cumsum()[:-1] if len(count) else count
+        step, place = runs(active)
+        owner = ids[place]
+        first = self.segments.first_chunk[owner]
+        last = first + self.segments.num_chunks[owner] - 1
+        sets = (
+            SegmentSet(segments=ids, chunks=chunks, active=tuple(active.tolist()))
+            for chunks in (first + step, last - step)
+        )
+        forward, mirror = ((walk, step, owner) for walk in sets)
+        return forward, mirror
 
 
 def chunk_counts(offset: Ints, length: Ints) -> Ints:
@@ -115,30 +145,29 @@ def segment_counts(num_chunks: Ints, p: Ints | int, grid: int) -> Ints:
     return -(-num_chunks // grid) if grid else np.minimum(p, num_chunks)
 
 
-def runs(counts: Ints) -> tuple[Ints, Ints]:
-    """Owner and position inside the owner of every item, when owner i has counts[i] items."""
-    owner = np.repeat(np.arange(len(counts)), counts)
-    return owner, np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
-
-
 def check_grid(part: Partition, grid: int) -> None:
-    """Refuse a cut that is off the grid of ``grid`` chunks."""
-    table, step = part.table, CHUNK * grid
-    off = (table.length > 0) & (table.offset % step != 0)
-    if off.any():
-        row = int(np.flatnonzero(off)[0])
-        raise ValueError(
-            f'segments="grid:{grid}": document {table.doc[row]} is cut at its token {table.offset[row]}, which is not '
-            f"a multiple of {step} (64 * {grid}); build the partition with align={step}, or use an int or a P vector"
-        )
+    """Refuse a cut that is off the grid of ``grid`` chunks, on any rank."""
+    step = CHUNK * grid
+    if part.align % step == 0:
+        return
+    for rank in range(part.world_size):
+        own = part.of_rank(rank)
+        off = (own.length > 0) & (own.offset % step != 0)
+        if off.any():
+            slot = int(off.argmax())
+            raise ValueError(
+                f'segments="grid:{grid}": document {own.doc[slot]} is cut at its token {own.offset[slot]}, which is '
+                f"not a multiple of {step} (64 * {grid}); build the partition with align={step}, or use an int or a P "
+                "vector"
+            )
 
 
-def build_plan(part: Partition, rank: int, *, p_vector: Sequence[int], grid: int = 0) -> Plan:
+def build_plan(part: Partition, rank: int, *, p_vector: Sequence[int] | int, grid: int = 0) -> Plan:
     """The plan of ``rank``.
 
     Args:
         part: the partition, the same on every rank.
-        p_vector: segments per fragment of every rank; ignored in grid mode.
+        p_vector: segments per fragment, of every rank or (one int) of this one; ignored in grid mode.
         grid: N of "grid:N", or 0.
 
     Raises:
@@ -146,35 +175,36 @@ def build_plan(part: Partition, rank: int, *, p_vector: Sequence[int], grid: int
     """
     if grid:
         check_grid(part, grid)
-    table = part.table
-    mine = slice(int(table.starts[rank]), int(table.starts[rank + 1]))
-    doc, offset, length = table.doc[mine], table.offset[mine], table.length[mine]
-    num_chunks = chunk_counts(offset, length)
-    first_doc = (length > 0) & (table.prev[mine] < 0)
-    last_doc = (length > 0) & (table.next[mine] < 0)
-    sizes = np.diff(np.asarray(part.doc_bounds, dtype=np.int64))
-    empty = np.flatnonzero(sizes == 0) if rank == 0 else np.zeros(0, dtype=np.int64)
+    p = int(p_vector if isinstance(p_vector, int) else p_vector[rank])
+    own = part.of_rank(rank)
+    num_chunks = chunk_counts(own.offset, own.length)
+    filled = own.length > 0
+    is_first = filled & (own.offset == 0)
+    is_last = filled & (own.offset + own.length == own.size)
+    empty = np.flatnonzero(np.diff(part.bounds) == 0) if rank == 0 else np.zeros(0, dtype=np.int64)
     return Plan(
         rank=rank,
-        num_tokens=int(length.sum()),
-        p_vector=tuple(int(p) for p in p_vector),
+        num_tokens=int(own.length.sum()),
+        p=p,
         grid=grid,
-        chunks=_chunks(offset, length, num_chunks),
-        segments=_segments(
-            num_chunks, segment_counts(num_chunks, int(p_vector[rank]), grid), grid, ~first_doc, ~last_doc
-        ),
-        entry_docs=np.sort(np.concatenate([doc[first_doc], empty])),
-        exit_docs=np.sort(np.concatenate([doc[last_doc], empty])),
+        fragments=own,
+        places=part.cuts.places(own, rank),
+        chunks=_chunks(own, num_chunks),
+        segments=_segments(num_chunks, segment_counts(num_chunks, p, grid), grid, ~is_first, ~is_last),
+        entry_docs=np.sort(np.concatenate((own.doc[is_first], empty))),
+        exit_docs=np.sort(np.concatenate((own.doc[is_last], empty))),
+        empty_docs=empty,
     )
 
 
-def _chunks(offset: Ints, length: Ints, num_chunks: Ints) -> Chunks:
+def _chunks(own: RankFragments, num_chunks: Ints) -> Chunks:
     slot, index = runs(num_chunks)
-    row = (np.cumsum(length) - length)[slot]
-    start, end = offset[slot], (offset + length)[slot]
+    start = own.offset[slot]
     border = (start // CHUNK + index) * CHUNK
     first = np.maximum(border, start)
-    return Chunks(first_row=row + first - start, count=np.minimum(border + CHUNK, end) - first)
+    shift = own.length.cumsum() - own.length - own.offset  # from offsets to local rows
+    count = np.minimum(border + CHUNK, (own.offset + own.length)[slot]) - first
+    return Chunks(first_row=first + shift[slot], count=count)
 
 
 def _segments(num_chunks: Ints, num_segments: Ints, grid: int, has_prev: Ints, has_next: Ints) -> Segments:
@@ -183,13 +213,16 @@ def _segments(num_chunks: Ints, num_segments: Ints, grid: int, has_prev: Ints, h
     if grid:
         first, count = index * grid, np.minimum(chunks - index * grid, grid)
     else:
-        base, longer = chunks // np.maximum(parts, 1), chunks % np.maximum(parts, 1)
+        base, longer = np.divmod(chunks, parts)
         first, count = index * base + np.minimum(index, longer), base + (index < longer)
+    of_slot = np.zeros(len(num_chunks) + 1, dtype=np.int64)
+    num_segments.cumsum(out=of_slot[1:])
     return Segments(
         slot=slot,
-        first_chunk=(np.cumsum(num_chunks) - num_chunks)[slot] + first,
+        first_chunk=(num_chunks.cumsum() - num_chunks)[slot] + first,
         num_chunks=count,
         has_prev=(index > 0) | has_prev[slot],
         has_next=(index < parts - 1) | has_next[slot],
-        of_slot=np.concatenate([[0], np.cumsum(num_segments)]),
+        of_slot=of_slot,
+        per_slot=num_segments,
     )

@@ -2,12 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from cp_gdn.chains import Chains, Hops, Maps
+from cp_gdn.fragments import Ints
 from cp_gdn.layout import Partition
-from cp_gdn.plan import CHUNK, Index, Ints, Plan, SegmentSet, runs
+from cp_gdn.plan import CHUNK, Index, Plan, SegmentSet
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,20 +52,70 @@ class Side:
     dependent: Replay
 
 
+@dataclass(frozen=True, kw_only=True)
+class TokenTables:
+    """Tables with an entry per token, made where they are used from tables with an entry per chunk or fragment.
+
+    Attributes:
+        num_tokens: T. chunk_count, chunk_shift: [N] tokens of each chunk, and from their local row to their chunk row.
+        fragment_length, id_shift, position_shift: [n] tokens of each fragment, and from their local row to their global
+            index and to their offset in the document.
+    """
+
+    num_tokens: int
+    chunk_count: Index
+    chunk_shift: Index
+    fragment_length: Index
+    id_shift: Index
+    position_shift: Index
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """[N * 64] local row of each chunk row, T where it holds no token."""
+        rows = torch.full((len(self.chunk_count) * CHUNK,), self.num_tokens, dtype=torch.int64, device=self.back.device)
+        return rows.scatter_(0, self.back, self._own)
+
+    @cached_property
+    def back(self) -> Tensor:
+        """[T] chunk row of each local row."""
+        return self._shifted(self.chunk_shift, self.chunk_count)
+
+    @cached_property
+    def token_ids(self) -> Tensor:
+        """[T] global index of each local row."""
+        return self._shifted(self.id_shift, self.fragment_length)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """[T] offset in its document of each local row."""
+        return self._shifted(self.position_shift, self.fragment_length)
+
+    @cached_property
+    def _own(self) -> Tensor:
+        return torch.arange(self.num_tokens, device=torch.as_tensor(self.chunk_count).device)
+
+    def _shifted(self, shift: Index, count: Index) -> Tensor:
+        """Local rows plus the shift of the run that each is in; no synchronization, for the size is known."""
+        shift, count = torch.as_tensor(shift), torch.as_tensor(count)
+        return torch.repeat_interleave(shift, count, output_size=self.num_tokens).add_(self._own)
+
+    def make(self) -> None:
+        """Make all of them now."""
+        _ = self.rows, self.token_ids, self.positions
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
     """Everything one rank's stages look up.
 
     Attributes:
-        rows: [N * 64] local row of each chunk row, T where it holds no token. back: [T] chunk row of each local row.
+        tokens: see there.
         everything: all segments as one walk, to run states again from saved entry states.
         transfer, transfer_row: segments whose map is needed, and its row. num_maps, compose_maps: see `chains.Maps`.
         empty_entry, empty_exit: rows of empty documents, whose states pass through.
-        token_ids, positions: [T] global index, and offset in its document, of each local row.
     """
 
-    rows: Index
-    back: Index
+    tokens: TokenTables
     everything: SegmentSet
     transfer: SegmentSet
     transfer_row: Index
@@ -71,63 +125,83 @@ class Schedule:
     adjoint: Side
     empty_entry: Index
     empty_exit: Index
-    token_ids: Index
-    positions: Index
+
+    @property
+    def rows(self) -> Tensor:
+        return self.tokens.rows
+
+    @property
+    def back(self) -> Tensor:
+        return self.tokens.back
+
+    @property
+    def token_ids(self) -> Tensor:
+        return self.tokens.token_ids
+
+    @property
+    def positions(self) -> Tensor:
+        return self.tokens.positions
 
 
 def build_schedule(part: Partition, plan: Plan, maps: Maps, chains: Sequence[Chains]) -> Schedule:
     """Index tables of ``plan``; ``chains`` are the forward direction and its mirror."""
-    slot, index = runs(plan.chunks.count)
-    rows = np.full(len(plan.chunks) * CHUNK, plan.num_tokens, dtype=np.int64)
-    back = slot * CHUNK + index
-    rows[back] = plan.chunks.first_row[slot] + index
-    transfer = plan.segment_set(maps.segments)
-    empty = np.setdiff1d(plan.entry_docs, part.table.doc[part.rows(plan.rank)][np.diff(plan.segments.of_slot) > 0])
-    empty = empty[np.diff(np.asarray(part.doc_bounds))[empty] == 0]
+    transfer = plan.walk(maps.needed)
     return Schedule(
-        rows=rows,
-        back=back,
-        everything=plan.segment_set(np.arange(len(plan.segments))),
+        tokens=_token_tables(part, plan),
+        everything=plan.walk(np.ones(len(plan.segments), dtype=bool)),
         transfer=transfer,
         transfer_row=maps.of_segment[transfer.segments],
         num_maps=maps.size,
         compose_maps=maps.compose,
-        forward=_side(part, plan, chains[0]),
-        adjoint=_side(part, plan, chains[1]),
-        empty_entry=np.searchsorted(plan.entry_docs, empty),
-        empty_exit=np.searchsorted(plan.exit_docs, empty),
-        token_ids=part.token_ids(plan.rank),
-        positions=part.positions(plan.rank),
+        forward=_side(plan, chains[0]),
+        adjoint=_side(plan, chains[1]),
+        empty_entry=plan.entry_docs.searchsorted(plan.empty_docs),
+        empty_exit=plan.exit_docs.searchsorted(plan.empty_docs),
     )
 
 
-def _side(part: Partition, plan: Plan, chains: Chains) -> Side:
+def _token_tables(part: Partition, plan: Plan) -> TokenTables:
+    own, chunks = plan.fragments, plan.chunks
+    first_row = own.length.cumsum() - own.length
+    position_shift = own.offset - first_row
+    return TokenTables(
+        num_tokens=plan.num_tokens,
+        chunk_count=chunks.count,
+        chunk_shift=np.arange(0, len(chunks) * CHUNK, CHUNK) - chunks.first_row,
+        fragment_length=own.length,
+        id_shift=position_shift + part.bounds[own.doc],
+        position_shift=position_shift,
+    )
+
+
+def _side(plan: Plan, chains: Chains) -> Side:
     segments, reverse = plan.segments, chains.reverse
-    doc = part.table.doc[chains.mine][segments.slot]
     first, last = ~segments.has_prev, ~segments.has_next
     docs_in, docs_out = plan.entry_docs, plan.exit_docs
     if reverse:
         first, last, docs_in, docs_out = last, first, docs_out, docs_in
-    start = np.flatnonzero(first)
-    summary = plan.segment_set(chains.summarized, reverse=reverse)
+    doc = plan.fragments.doc[segments.slot]
+    start = first.nonzero()[0]
+    has_after = ~last
+    summary = plan.walk(has_after, reverse=reverse)
 
-    def replay(ids: Ints) -> Replay:
-        walk = plan.segment_set(ids, reverse=reverse)
-        end_at = np.flatnonzero(last[walk.segments])
-        return Replay(walk=walk, end_at=end_at, end_row=np.searchsorted(docs_out, doc[walk.segments[end_at]]))
+    def replay(chosen: Ints) -> Replay:
+        walk = plan.walk(chosen, reverse=reverse)
+        end_at = last[walk.segments].nonzero()[0]
+        return Replay(walk=walk, end_at=end_at, end_row=docs_out.searchsorted(doc[walk.segments[end_at]]))
 
     return Side(
         reverse=reverse,
         num_states=chains.num_states,
         num_offsets=chains.num_offsets,
         start_state=start,
-        start_row=np.searchsorted(docs_in, doc[start]),
+        start_row=docs_in.searchsorted(doc[start]),
         summary=summary,
-        summary_row=np.searchsorted(chains.summarized, summary.segments),
+        summary_row=chains.row_of_segment[summary.segments],
         compose=chains.compose,
         local=chains.local,
         inner_independent=chains.inner_independent,
         inner_dependent=chains.inner_dependent,
         independent=replay(chains.independent),
-        dependent=replay(chains.dependent),
+        dependent=replay(~chains.independent),
     )

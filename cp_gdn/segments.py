@@ -4,15 +4,17 @@ A rule is a pure function of every rank's fragments, the number of value heads a
 that every rank comes to the same P vector without a message.
 """
 
+import hashlib
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from cp_gdn.calibration import H200_MODEL, Calibration, calibration_for
 from cp_gdn.cost_model import measured_vector
 from cp_gdn.layout import Partition
-from cp_gdn.makespan import Table, rank_tables, table_rows
+from cp_gdn.makespan import Table, rank_rows, rank_tables, table_rows
 from cp_gdn.seed_rules import GB300, H200, RULES, Costs, RankCosts, seed_costs
 
 __all__ = [
@@ -41,20 +43,58 @@ class SegmentSpec:
     rule: str = ""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class SegmentChoice:
-    """What a context runs.
+    """What a context runs, and why.
 
     Attributes:
-        p_vector: segments per fragment, one per rank; of no effect in grid mode.
-        grid: N of "grid:N", or 0. rule: "fixed", "grid", or the rule that chose.
-        note: what the rule had to assume about the device, "" if nothing.
+        asked: what the caller asked for. part, value_heads, calibration: what a rule decides by.
+        note: what a rule had to assume about the device, "" if nothing.
     """
 
-    p_vector: tuple[int, ...]
-    grid: int
-    rule: str
+    asked: SegmentSpec
+    part: Partition
+    value_heads: int
+    calibration: Calibration
     note: str
+
+    @property
+    def grid(self) -> int:
+        """N of "grid:N", or 0."""
+        return self.asked.grid
+
+    @property
+    def rule(self) -> str:
+        """Which rule chose; "fixed" or "grid" if the caller did."""
+        return self.asked.rule or self.asked.kind
+
+    def p_of(self, rank: int) -> int:
+        """Segments per fragment of one rank; 1 in grid mode, where it is of no effect.
+
+        The rule "measured" looks at this rank's fragments alone, others at all ranks'.
+        """
+        if self.rule == "measured":
+            return measured_vector([rank_rows(self.part, rank)], self.value_heads, self.calibration)[0]
+        return self.p_vector[rank]
+
+    @cached_property
+    def p_vector(self) -> tuple[int, ...]:
+        """Segments per fragment of every rank."""
+        if self.asked.kind != "rule":
+            return self.asked.p or (1,) * self.part.world_size
+        tables = rank_tables(self.part, grid="document" if self.rule == "measured" else "fragment")
+        return tuple(p_vector(self.rule, tables, self.value_heads, self.calibration.sm_count, self.calibration))
+
+    @property
+    def agreed(self) -> str:
+        """What must be equal on every rank, readable: the grid, the P vector that was asked for, or the rule and its
+        constants."""
+        if self.grid:
+            return f"grid:{self.grid}"
+        if self.asked.kind == "fixed":
+            return str(self.p_vector)
+        constants = hashlib.sha256(repr(self.calibration).encode()).hexdigest()[:16]
+        return f"{self.rule}, {self.calibration.device} of {self.calibration.sm_count} SMs, constants {constants}"
 
 
 def parse_segments(spec: Any, world_size: int) -> SegmentSpec:
@@ -97,7 +137,7 @@ def _count(value: Any, spec: Any) -> int:
 def resolve_segments(
     spec: Any, part: Partition, value_heads: int, calibration: Calibration | None = None, note: str = ""
 ) -> SegmentChoice:
-    """The P vector of a partition.
+    """What `segments=` means for a partition; a rule runs when its P is asked for.
 
     Args:
         spec: see `parse_segments`.
@@ -105,14 +145,15 @@ def resolve_segments(
             `calibration_for`; without them those for a CPU.
     """
     asked = parse_segments(spec, part.world_size)
-    if asked.kind != "rule":
-        p = asked.p or (1,) * part.world_size
-        return SegmentChoice(p_vector=p, grid=asked.grid, rule=asked.kind, note="")
     if calibration is None:
         calibration, note = calibration_for("cpu")
-    tables = rank_tables(part, grid="document" if asked.rule == "measured" else "fragment")
-    p = tuple(p_vector(asked.rule, tables, value_heads, calibration.sm_count, calibration))
-    return SegmentChoice(p_vector=p, grid=0, rule=asked.rule, note=note)
+    return SegmentChoice(
+        asked=asked,
+        part=part,
+        value_heads=value_heads,
+        calibration=calibration,
+        note=note if asked.kind == "rule" else "",
+    )
 
 
 def p_vector(

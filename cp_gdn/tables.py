@@ -2,63 +2,75 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Hashable
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
 
 ALIGN = 32
 """Every table starts at a 256-byte border, counted in int64 elements."""
 
 Tree = TypeVar("Tree")
-
-
-@functools.cache
-def _fields(kind: type) -> tuple[str, ...]:
-    """Field names of a dataclass, () of anything else."""
-    return tuple(f.name for f in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else ()
-
-
-def _is_branch(node: Any) -> bool:
-    """Tuples of dataclasses or arrays hold tables; tuples of numbers do not."""
-    return isinstance(node, tuple) and bool(node) and (isinstance(node[0], np.ndarray) or bool(_fields(type(node[0]))))
-
-
-def _collect(node: Any, found: list[np.ndarray]) -> None:
-    if isinstance(node, np.ndarray):
-        found.append(node)
-    elif _is_branch(node):
-        for item in node:
-            _collect(item, found)
-    else:
-        for name in _fields(type(node)):
-            _collect(getattr(node, name), found)
-
-
-def _rebuild(node: Any, tables: Iterator[Tensor]) -> Any:
-    """The same walk as `_collect`, taking the next of ``tables`` for each array."""
-    if isinstance(node, np.ndarray):
-        return next(tables)
-    if _is_branch(node):
-        return tuple(_rebuild(item, tables) for item in node)
-    names = _fields(type(node))
-    return type(node)(**{name: _rebuild(getattr(node, name), tables) for name in names}) if names else node
+_PADDING = np.zeros(ALIGN, dtype=np.int64)
+_NUMBERS = (int, bool, str, float, type(None))
 
 
 def upload(tree: Tree, device: torch.device) -> Tree:
     """``tree`` with every int64 array replaced by a tensor on ``device``; one pinned buffer, one copy that does not
-    block."""
-    arrays: list[np.ndarray] = []
-    _collect(tree, arrays)
-    sizes = [-(-a.size // ALIGN) * ALIGN for a in arrays]
+    block. What is there twice is moved once."""
+    found: dict[int, Any] = {}
+    _collect(tree, found)
+    arrays = {key: node for key, node in found.items() if type(node) is np.ndarray}
+    pieces: list[np.ndarray] = []
+    for a in arrays.values():
+        pieces += a.ravel(), _PADDING[: -a.size % ALIGN]
+    sizes = [piece.size for piece in pieces]
     buffer = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
-    host = buffer.numpy()
-    starts = (np.cumsum(sizes) - sizes).tolist() if sizes else []
-    for start, a in zip(starts, arrays, strict=True):
-        host[start : start + a.size] = a.reshape(-1)
-    moved = buffer.to(device, non_blocking=True)
-    pieces = moved.split(sizes) if sizes else ()
-    result: Tree = _rebuild(tree, (piece[: a.size].view(a.shape) for piece, a in zip(pieces, arrays, strict=True)))
+    if pieces:
+        np.concatenate(pieces, out=buffer.numpy())
+    tables = buffer.to(device, non_blocking=True).split_with_sizes(sizes)[::2]
+    moved: dict[int, Any] = {}
+    for (key, a), table in zip(arrays.items(), tables, strict=True):
+        moved[key] = table if a.ndim == 1 else table.view(a.shape)
+    result: Tree = _rebuild(tree, moved)
     return result
+
+
+@functools.cache
+def _fields(kind: Hashable) -> tuple[str, ...]:
+    """Names of a dataclass's constructor arguments, () of anything else."""
+    return tuple(f.name for f in dataclasses.fields(kind) if f.init) if dataclasses.is_dataclass(kind) else ()
+
+
+def _branches(node: Any) -> tuple[Any, ...]:
+    """Where tables may lie below: the fields of a dataclass, the items of a tuple that starts with one or a table."""
+    kind: Any = type(node)
+    if kind is not tuple:
+        return tuple([getattr(node, name) for name in _fields(kind)])
+    first: Any = type(node[0]) if node else kind
+    return node if first is np.ndarray or _fields(first) else ()
+
+
+def _collect(node: Any, found: dict[int, Any]) -> None:
+    """Every array of the tree, and every node, once, by its id."""
+    found[id(node)] = node
+    if type(node) is not np.ndarray:
+        for item in _branches(node):
+            if type(item) not in _NUMBERS and id(item) not in found:
+                _collect(item, found)
+
+
+def _rebuild(node: Any, moved: dict[int, Any]) -> Any:
+    """The tree with tensors for arrays; ``moved`` has them, and takes every node that is done."""
+    branches = _branches(node)
+    if branches:
+        items = [
+            item if type(item) in _NUMBERS else moved[id(item)] if id(item) in moved else _rebuild(item, moved)
+            for item in branches
+        ]
+        kind: Any = type(node)
+        node_moved = tuple(items) if kind is tuple else kind(**dict(zip(_fields(kind), items, strict=True)))
+        moved[id(node)] = node_moved
+        return node_moved
+    return node

@@ -21,6 +21,8 @@ def twin(world_size: int, fn: Callable[[Comm], T], *, timeout: float = 60.0) -> 
         raise ValueError(f"world_size: got {world_size}, expected 1 or more")
     world = CopyWorld(world_size)
     comms = [Comm(CopyTransport(world, rank), timeout=timeout) for rank in range(world_size)]
+    if torch.cuda.is_initialized():  # torch loads its linear algebra on first use, and not from several threads at once
+        torch.linalg.solve_triangular(torch.eye(2, device="cuda"), torch.eye(2, device="cuda"), upper=False)
     results: dict[int, T] = {}
     errors: dict[int, BaseException] = {}
 

@@ -8,6 +8,7 @@ import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,8 +23,8 @@ from cp_gdn.integrations.transformers import Takeover, take_over
 from cp_gdn.reference import gated_delta_rule
 
 HIDDEN, HEADS, HEAD_DIMS = 32, (2, 4), (16, 24)
-HAS_TRANSFORMERS = importlib.util.find_spec("transformers") is not None
-needs_transformers = pytest.mark.skipif(not HAS_TRANSFORMERS, reason="transformers is not installed")
+TRANSFORMERS = importlib.util.find_spec("transformers")
+needs_transformers = pytest.mark.skipif(TRANSFORMERS is None, reason="transformers is not installed")
 
 SIZES: dict[str, Any] = {
     "hidden_size": HIDDEN, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
@@ -41,8 +42,17 @@ CLASSES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "lara_mini": ("LaraMiniConfig", "LaraMiniGatedDeltaNet", EXPERTS),
     "qwen4_exp": ("Qwen4ExpTextConfig", "Qwen4ExpTextGatedDeltaNet", {"output_gate_type": "sigmoid"}),
 }
+
+
+def needs(kind: str) -> pytest.MarkDecorator:
+    """Skip unless the installed transformers has this model."""
+    folders = list(TRANSFORMERS.submodule_search_locations or ()) if TRANSFORMERS else []
+    found = any((Path(folder) / "models" / kind).is_dir() for folder in folders)
+    return pytest.mark.skipif(not found, reason=f"the installed transformers, if any, has no {kind}")
+
+
 KINDS = [
-    *(pytest.param(kind, marks=needs_transformers) for kind in CLASSES),
+    *(pytest.param(kind, marks=needs(kind)) for kind in CLASSES),
     "fla",
     "fla, conv bias and beta up to 2",
     "fla without an output gate",
@@ -163,10 +173,13 @@ Outcome = dict[str, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Rows of `length` tokens of which `real` are not padding, or one row packed with the documents of `bounds`."""
+    """Rows of `length` tokens, of which the first (last, `left`) `real` are not padding; or one row packed with the
+    documents of `bounds`.
+    """
 
     length: int = 0
     real: Sequence[int] = ()
+    left: bool = False
     bounds: Sequence[int] = ()
     layout: str = "zigzag"
     shape: tuple[int, int] = field(init=False)
@@ -179,13 +192,15 @@ class Batch:
         """[B, S], None without padding."""
         if self.bounds or min(self.real) == self.length:
             return None
-        return (torch.arange(self.length) < torch.tensor(self.real)[:, None]).long()
+        mask = (torch.arange(self.length) < torch.tensor(self.real)[:, None]).long()
+        return mask.flip(1) if self.left else mask
 
     def documents(self) -> list[tuple[int, int, int]]:
         """Row, first and last + 1 token of every document, without padding."""
         if self.bounds:
             return [(0, start, end) for start, end in pairwise(self.bounds) if start < end]
-        return [(row, 0, real) for row, real in enumerate(self.real)]
+        starts = [self.length - real if self.left else 0 for real in self.real]
+        return [(row, start, start + real) for row, (start, real) in enumerate(zip(starts, self.real, strict=True))]
 
     def tensors(self, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
         """x and dy, [B, S, hidden]; dy is zero on padding."""
@@ -201,6 +216,7 @@ BATCHES = {
     "one row": Batch(length=64, real=(64,)),
     "three rows": Batch(length=48, real=(48, 48, 48)),
     "right padding": Batch(length=48, real=(48, 29, 2)),
+    "left padding": Batch(length=48, real=(48, 29, 2), left=True),
     "packed": Batch(bounds=(0, 37, 88, 128)),
     "packed, per document": Batch(bounds=(0, 5, 5, 70, 131), layout="zigzag_per_document"),
     "packed, contiguous": Batch(bounds=(0, 37, 88, 129), layout="contiguous"),

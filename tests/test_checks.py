@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -133,6 +134,49 @@ def test_local_instead_of_global_boundaries_are_refused() -> None:
             assert_refused(lambda: cp_gdn.chunk_gated_delta_rule(**values), values, ValueError, said, comm)
 
     twin(2, run)
+
+
+BOUNDARIES: dict[str, Any] = {
+    "list": list(BOUNDS),
+    "int32 tensor": torch.tensor(BOUNDS, dtype=torch.int32),
+    "int64 tensor": torch.tensor(BOUNDS),
+    "int32 array": np.array(BOUNDS, dtype=np.int32),
+    "int64 array": np.array(BOUNDS),
+}
+NO_BOUNDARIES: dict[str, tuple[Any, type[Exception], str]] = {
+    "int16": (torch.tensor(BOUNDS, dtype=torch.int16), TypeError, "cu_seqlens: got dtype torch.int16"),
+    "float": (torch.tensor(BOUNDS, dtype=torch.float32), TypeError, "cu_seqlens: got dtype torch.float32"),
+    "flags": (torch.tensor([False, True]), TypeError, "cu_seqlens: got dtype torch.bool"),
+    "two dims": (torch.tensor([BOUNDS]), ValueError, r"cu_seqlens: got shape \[1, 4\]"),
+    "from 1 on": (torch.tensor([1, TOKENS]), ValueError, "cu_seqlens: starts at 1, expected 0"),
+    "decreasing": (torch.tensor([0, 30, 20, TOKENS]), ValueError, "cu_seqlens: decreases from 30 to 20 at index 2"),
+    "lengths": ({30, 10}, TypeError, "cu_seqlens: got set"),
+}
+
+
+def test_boundaries_in_int32_and_int64_of_any_kind_give_the_same_bits() -> None:
+    outputs = []
+    for bounds in BOUNDARIES.values():
+        ctx = build_context(partition(bounds, 1), Comm.alone(), **SHAPE)
+        values = {**good_values(ctx), "v": torch.arange(TOKENS * 24.0).view(1, TOKENS, 4, 6)}
+        outputs.append(cp_gdn.chunk_gated_delta_rule(**values)[0])
+    assert all(torch.equal(o, outputs[0]) for o in outputs)
+
+
+@pytest.mark.parametrize("case", NO_BOUNDARIES)
+def test_other_boundaries_are_refused_by_name(case: str) -> None:
+    bounds, error, said = NO_BOUNDARIES[case]
+    with pytest.raises(error, match=said):
+        partition(bounds, 2)
+
+
+@pytest.mark.parametrize("last", [TOKENS - 1, TOKENS + 1])
+def test_boundaries_that_end_short_of_the_tensors_or_beyond_are_refused(last: int) -> None:
+    comm = Comm.alone()
+    ctx = build_context(partition([0, 30, last], 1), comm, **SHAPE)
+    values = {**good_values(make_context(comm)), "initial_state": None, "ctx": ctx}
+    said = f"this rank holds {last} of the pack's {last} tokens"
+    assert_refused(lambda: cp_gdn.chunk_gated_delta_rule(**values), values, ValueError, said, comm)
 
 
 BACKWARDS: dict[str, tuple[str, Change, type[Exception], str]] = {

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from cp_gdn import Comm, twin
+from cp_gdn.integrations.seat import Seat
 from cp_gdn.integrations.transformers import take_over
 from tests.gdn_layers import (
     BATCHES,
@@ -36,13 +37,9 @@ from tests.gdn_layers import (
 )
 
 WORLDS = {
-    "one row": 4,
-    "three rows": 2,
-    "right padding": 4,
-    "packed": 2,
-    "packed, per document": 4,
-    "packed, contiguous": 4,
-}
+    "one row": 4, "three rows": 2, "right padding": 4, "left padding": 2,
+    "packed": 2, "packed, per document": 4, "packed, contiguous": 4,
+}  # fmt: skip
 EVERY = ("right padding", "packed")
 """Batches that every kind of layer runs; those of "qwen3_next" and "fla" run all."""
 
@@ -50,7 +47,10 @@ CASES = [
     pytest.param(*(kind.values if hasattr(kind, "values") else (kind,)), batch, world, marks=getattr(kind, "marks", ()))
     for kind in KINDS
     for batch, world in WORLDS.items()
-    if batch in EVERY or kind == "fla" or getattr(kind, "values", ()) == ("qwen3_next",)
+    if batch in EVERY
+    or kind == "fla"
+    or getattr(kind, "values", ()) == ("qwen3_next",)
+    or (batch == "left padding" and kind in KINDS[-2:])
 ]
 
 
@@ -69,7 +69,7 @@ def test_split_a_layer_computes_what_it_computes_on_every_document_alone(kind: s
     assert errors_above(got, wanted(kind, batch), 1e-9) == {}
 
 
-@pytest.mark.parametrize("kind", [KINDS[0], KINDS[3], "fla"])
+@pytest.mark.parametrize("kind", [KINDS[0], KINDS[3], *KINDS[-2:]])
 def test_padding_rows_are_the_originals(kind: str) -> None:
     layer, batch = make_layer(kind), BATCHES["right padding"]
     x, _ = batch.tensors()
@@ -78,13 +78,37 @@ def test_padding_rows_are_the_originals(kind: str) -> None:
     with InDouble(), seat.hold(batch.pack(seat)):
         got, want = (output(each(hidden_states=x, attention_mask=batch.mask)) for each in (mine, layer))
     assert errors_above({"y": got}, {"y": want}, 1e-9) == {}
-    assert kind != "fla" or not got[batch.mask == 0].any()
+    assert not kind.startswith("fla") or not got[batch.mask == 0].any()
+
+
+def test_rows_are_cut_as_torch_and_accelerate_cut_them() -> None:
+    """Rank r holds pieces r and 2 W - 1 - r of every row."""
+    tokens, world = torch.arange(3 * 48).view(3, 48), 3
+
+    def on(comm: Comm) -> tuple[Tensor, Tensor]:
+        pack = Seat(comm).rows(3, 48)
+        return pack.local(tokens), pack.positions
+
+    pieces = tokens.view(3, 2 * world, 8)
+    for rank, (local, positions) in enumerate(twin(world, on)):
+        assert torch.equal(local, torch.cat([pieces[:, rank], pieces[:, 2 * world - 1 - rank]], dim=1))
+        assert torch.equal(positions, local % 48)
 
 
 @pytest.mark.parametrize("exchange", ["ring", "a2a"])
 def test_options_reach_the_context_and_change_nothing_beyond_rounding(exchange: str) -> None:
-    got = split(make_layer("fla"), BATCHES["packed"], 3, exchange=exchange, segments=2)
-    assert errors_above(got, wanted("fla", "packed"), 1e-9) == {}
+    layer, batch = make_layer("fla"), BATCHES["packed"]
+    options = {"exchange": exchange, "segments": 2}
+    assert errors_above(split(layer, batch, 3, **options), wanted("fla", "packed"), 1e-9) == {}
+
+    def chosen(comm: Comm) -> tuple[str, tuple[int, ...]]:
+        mine = copy.deepcopy(layer)
+        seat = take_over(mine, comm, **options).seat
+        with seat.hold(batch.pack(seat)) as pack:
+            (ctx,) = pack.contexts.values()  # planned ahead
+        return ctx.exchange, ctx.plan.p_vector
+
+    assert twin(3, chosen) == [(exchange, (2, 2, 2))] * 3
 
 
 def test_on_one_rank_the_original_runs_unless_asked() -> None:

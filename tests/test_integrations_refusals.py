@@ -21,6 +21,7 @@ from tests.gdn_layers import (
     config_of,
     make_layer,
     modeling,
+    needs,
     needs_transformers,
     output,
     some_rows,
@@ -36,8 +37,7 @@ UNKNOWN = {
 }
 
 
-@needs_transformers
-@pytest.mark.parametrize("kind", UNKNOWN)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=needs(kind)) for kind in UNKNOWN])
 def test_recurrences_that_we_do_not_know_are_refused_by_name(kind: str) -> None:
     config_class, changes, message = UNKNOWN[kind]
     transformers = importlib.import_module("transformers")
@@ -51,7 +51,7 @@ def test_recurrences_that_we_do_not_know_are_refused_by_name(kind: str) -> None:
     twin(2, on)
 
 
-@needs_transformers
+@needs("qwen4_exp")
 def test_a_model_of_known_layers_and_another_convolution_is_refused_by_its_name() -> None:
     ple = {"ple_layer_ids": [1], "ple_embed_dim": 32, "eos_token_id": 0, "ngram_vocab_size_base": 64}
     with torch.device("meta"):

@@ -64,7 +64,7 @@ def test_ranks_without_tokens_take_part(layout: str, pack: str, exchange: str) -
     assert_close(shares, expected(content), LIMITS[run.dtype])
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     content=st.builds(
         Content,

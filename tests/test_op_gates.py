@@ -125,7 +125,7 @@ def test_the_gates_gradient_is_right_per_head_also_where_decay_is_strong(strong:
     pack = pack_of((37, 120, 43), g=model_gates(200, 6, strong), heads=6)
     want, shares = specification(pack), run_in_twin(replace(FP32, world=world), pack)
     sizes = head_sizes(want["dg"])
-    assert sizes[0] < (1e-6 if strong else 0.1) * sizes[-1]
+    assert sizes[0] < (1e-3 if strong else 0.1) * sizes[-1]
     assert_close(shares, want, LIMIT)
     da_log, exact = ((x.double() * pack.g).sum(0) for x in (assemble(shares)["dg"], want["dg"]))
     assert ((da_log - exact).abs() <= 1e-4 * (want["dg"] * pack.g).square().sum(0).sqrt()).all()

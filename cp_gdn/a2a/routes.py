@@ -2,9 +2,8 @@
 owner takes.
 
 A rank ships, per fragment of a chain that crosses ranks: the exit state where the chain starts (a head), the map and
-    offset rows where
-it continues (a middle), nothing where it ends. Every fragment but the first asks for its entry state back. Order
-everywhere: rank, then slot, so that both ends cut their messages alike.
+offset rows where it continues (a middle), nothing where it ends. Every fragment but the first asks for its entry state
+back. Order everywhere: rank, then slot, so that both ends cut their messages alike.
 """
 
 from dataclasses import dataclass
@@ -12,8 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from cp_gdn.chains import Chains, HopBuilder, Hops, hops_by_step
-from cp_gdn.layout import Partition
-from cp_gdn.plan import Index, Ints, chunk_counts, runs, segment_counts
+from cp_gdn.fragments import Ints, runs
+from cp_gdn.listing import ChainOrder, FragmentTable, chain_order
+from cp_gdn.plan import Index, chunk_counts, segment_counts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,24 +50,25 @@ def heads_of(rank: int, world_size: int, num_value_heads: int) -> slice:
     return slice(min(rank * per_rank, num_value_heads), min((rank + 1) * per_rank, num_value_heads))
 
 
-def build_owner_routes(part: Partition, builder: HopBuilder, chains: Chains) -> OwnerRoutes | None:
+def build_owner_routes(builder: HopBuilder, chains: Chains) -> OwnerRoutes | None:
     """Routes of one direction; None when no chain of the pack crosses ranks."""
-    order, rank_of, plan = chains.order, builder.rank_of, builder.plan
-    crossing = np.flatnonzero(order.crosses)
-    if not len(crossing):
+    part, rank = builder.part, builder.plan.rank
+    if not part.crosses:
         return None
-    first, last = order.before[crossing] < 0, order.after[crossing] < 0
-    heads, middles, asks = crossing[first], crossing[~first & ~last], crossing[~first]
-    mine = chains.mine
-    my_heads = heads[rank_of[heads] == plan.rank] - mine.start
-    my_middles = middles[rank_of[middles] == plan.rank] - mine.start
-    my_asks = asks[rank_of[asks] == plan.rank] - mine.start
-    offset_rows, map_rows = _rows_of_middles(builder, my_middles)
-    counts = _row_counts(part, builder, middles)
-    hops, num_states = _owner_hops(chains, heads, middles, asks, counts)
+    order, table = chain_order(part.table, reverse=builder.reverse), part.table
+    crosses = order.crosses
+    first, last = order.before < 0, order.after < 0
+    heads, middles, asks = (rows.nonzero()[0] for rows in (crosses & first, crosses & ~first & ~last, crosses & ~first))
+    counts = _row_counts(builder, table, middles)
+    hops, num_states = _owner_hops(order, heads, middles, asks, counts, builder.reverse)
+    mine = part.rows(rank)
+    my_crosses, my_first = crosses[mine], first[mine]
+    my_heads, my_asks = (my_crosses & my_first).nonzero()[0], (my_crosses & ~my_first).nonzero()[0]
+    offset_rows, map_rows = _rows_of_middles(builder, (my_crosses & ~my_first & ~last[mine]).nonzero()[0])
 
     def per_rank(rows: Ints, weights: Ints | None = None) -> tuple[int, ...]:
-        return tuple(np.bincount(rank_of[rows], weights, part.world_size).astype(np.int64).tolist())
+        counted = np.bincount(table.rank[rows], weights, part.world_size)
+        return tuple(counted.astype(np.int64).tolist())
 
     return OwnerRoutes(
         head_states=chains.exit_state[my_heads],
@@ -82,11 +83,10 @@ def build_owner_routes(part: Partition, builder: HopBuilder, chains: Chains) -> 
     )
 
 
-def _row_counts(part: Partition, builder: HopBuilder, rows: Ints) -> Ints:
+def _row_counts(builder: HopBuilder, table: FragmentTable, rows: Ints) -> Ints:
     """Map rows that each fragment ships: one composed map, or in grid mode one per segment."""
     if not builder.plan.grid:
         return np.ones(len(rows), dtype=np.int64)
-    table = part.table
     return segment_counts(chunk_counts(table.offset[rows], table.length[rows]), 0, builder.plan.grid)
 
 
@@ -102,9 +102,10 @@ def _rows_of_middles(builder: HopBuilder, slots: Ints) -> tuple[Ints, Ints]:
     return builder.row_of_segment[passed], builder.maps.of_segment[forward]
 
 
-def _owner_hops(chains: Chains, heads: Ints, middles: Ints, asks: Ints, counts: Ints) -> tuple[Hops, int]:
+def _owner_hops(
+    order: ChainOrder, heads: Ints, middles: Ints, asks: Ints, counts: Ints, reverse: bool
+) -> tuple[Hops, int]:
     """Entry states of all chains, position after position, row by row where a fragment ships several."""
-    order = chains.order
     head_row, first_row, row_count, reply = (np.full(len(order.before), -1, dtype=np.int64) for _ in range(4))
     head_row[heads], reply[asks] = np.arange(len(heads)), np.arange(len(asks))
     first_row[middles], row_count[middles] = np.cumsum(counts) - counts, counts
@@ -122,6 +123,6 @@ def _owner_hops(chains: Chains, heads: Ints, middles: Ints, asks: Ints, counts: 
         np.where(last, reply[asks][ask], passing[ask]),
         np.where(k > 0, passing[ask], reply[source][ask]),
         np.where(starts[ask], head_row[source][ask], len(heads) + row + k),
-        row + (passed[ask] - 1 - k if chains.reverse else k),
+        row + (passed[ask] - 1 - k if reverse else k),
     )
     return hops, len(asks) + int((passed > 1).sum())

@@ -206,7 +206,7 @@ def config_view(config: Any, seat: Seat) -> Any:
 
 
 def _with_values(cls: type, values: dict[str, Any]) -> Any:
-    made = object.__new__(cls)
+    made: Any = object.__new__(cls)
     made.__dict__ = values
     return made
 

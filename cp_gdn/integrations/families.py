@@ -39,7 +39,7 @@ class Family:
         name: for logs and errors. parts: submodules with parameters that a layer of the family has, exactly.
         optional: those that it may have. convs: the convolutions over q | k | v, in the order of their channels.
         norm, out: the norm of a value head and the output projection. project: the input projections.
-        returns_tuple: forward returns (output, None, cache).
+        returns_tuple: forward returns (output, None, cache). drops_padding: the original takes padding out first.
     """
 
     name: str
@@ -50,6 +50,7 @@ class Family:
     out: str
     project: Callable[[nn.Module, Tensor], Projections]
     returns_tuple: bool = False
+    drops_padding: bool = False
 
 
 def _project_qkvz(layer: Any, hidden: Tensor) -> Projections:
@@ -106,6 +107,7 @@ FAMILIES = (
         out="o_proj",
         project=_project_apart,
         returns_tuple=True,
+        drops_padding=True,
     ),
 )
 

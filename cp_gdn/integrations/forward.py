@@ -4,6 +4,7 @@ Gates and the output gate are rounded where the original rounds them, so that a 
 of ranks. Legend: B rows, S local tokens of a row, T = B S, HV value heads, V their channels.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,13 +36,10 @@ def run_layer(layer: Any, family: Family, seat: Seat, call: dict[str, Any]) -> A
         refuse_cache(call)
         mask = _checked_mask(call.get("attention_mask"), hidden)
         _check_bounds(call, pack)
-        if mask is not None:
-            hidden = _masked(hidden, mask)
-        y = _mix(layer, family, seat, pack, hidden)
-        if family.returns_tuple:
-            # flash-linear-attention takes padding out before and puts zeros back in after.
-            return y if mask is None else _masked(y, mask), None, None
-        return y
+        y = _mix(layer, family, seat, pack, _projected(layer, family, hidden, mask))
+        if mask is not None and family.drops_padding:
+            y = _masked(y, mask)
+        return (y, None, None) if family.returns_tuple else y
 
 
 def refuse_cache(call: dict[str, Any]) -> None:
@@ -54,9 +52,17 @@ def refuse_cache(call: dict[str, Any]) -> None:
         )
 
 
-def _mix(layer: Any, family: Family, seat: Seat, pack: Pack, hidden: Tensor) -> Tensor:
-    """From the hidden states [B, S, hidden] to the output, in the same shape."""
-    x = family.project(layer, hidden)
+def _projected(layer: Any, family: Family, hidden: Tensor, mask: Tensor | None) -> Projections:
+    """The projections of the hidden states [B, S, hidden] without their padding."""
+    x = family.project(layer, hidden if mask is None else _masked(hidden, mask))
+    if mask is None or not family.drops_padding:
+        return x
+    # Leave no trace where biases make something of zeros either: no history, and beta = 0 writes nothing to the state.
+    return replace(x, qkv=_masked(x.qkv, mask), b=x.b.masked_fill(mask[:, :, None] == 0, -torch.inf))
+
+
+def _mix(layer: Any, family: Family, seat: Seat, pack: Pack, x: Projections) -> Tensor:
+    """From the projections to the output [B, S, hidden]."""
     ctx = seat.context_for(pack, layer_shape(layer, family, x.qkv.dtype))
     weight, bias = conv_parameters(layer, family)
     qkv = causal_conv1d(_packed(x.qkv), weight, bias, ctx=ctx, activation="silu")
@@ -66,7 +72,7 @@ def _mix(layer: Any, family: Family, seat: Seat, pack: Pack, hidden: Tensor) -> 
     heads = o.flatten(0, 2)
     norm = getattr(layer, family.norm)
     normed = norm(heads) if x.z is None else norm(heads, x.z.reshape(heads.shape))
-    y: Tensor = getattr(layer, family.out)(normed.view(*hidden.shape[:2], ctx.heads[1] * ctx.head_dims[1]))
+    y: Tensor = getattr(layer, family.out)(normed.view(*x.b.shape[:2], ctx.heads[1] * ctx.head_dims[1]))
     return _same_pack(y, pack)
 
 

@@ -105,7 +105,7 @@ class _Gathered(torch.autograd.Function):
         return o
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(node: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v = node.saved_tensors
         tables: Tables = node.tables

@@ -71,6 +71,8 @@ def taken_layer_class(base: Any, family: Family) -> type[nn.Module]:
         if seat is None or seat.original:
             stashed = vars(self).get(STASH)
             return base.forward(self, *args, **kwargs) if stashed is None else stashed(*args, **kwargs)
+        if len(args) > len(names):
+            raise TypeError(f"{base.__name__}.forward: got {len(args)} arguments by position, expected {names} at most")
         return run_layer(self, family, seat, dict(zip(names, args, strict=False)) | kwargs)
 
     return _subclass(base, {"forward": forward})
@@ -167,4 +169,7 @@ def _forward_slot(module: nn.Module) -> str:
 
 
 def _parameter_names(base: type[nn.Module]) -> list[str]:
-    return list(inspect.signature(base.forward).parameters)[1:]
+    """What a forward takes by position; a decorator of older transformers hides all but the first."""
+    parameters = list(inspect.signature(base.forward).parameters.values())[1:]
+    names = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    return names or ["hidden_states"]

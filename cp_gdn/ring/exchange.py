@@ -9,7 +9,7 @@ from torch import Tensor
 from cp_gdn import affine
 from cp_gdn.comm import Batch, Comm, Pending
 from cp_gdn.flow import Flow
-from cp_gdn.ring.routes import Parcel, RingStep
+from cp_gdn.ring.routes import IDLE, Parcel, RingStep
 
 
 class RingExchange:
@@ -30,10 +30,11 @@ class RingExchange:
 
     def _walk(self) -> Iterator[None]:
         sent = []
-        following: RingStep | None
-        for step, following in pairwise((*self.steps, None)):
+        for step, following in pairwise((*self.steps, IDLE)):
+            receives = following.receives
+            if step.is_idle and not receives:
+                continue
             affine.run(step.hops, self.flow.states, self.flow.maps, self.flow.offsets, adjoint=self.flow.adjoint)
-            receives = following.receives if following else ()
             if not step.sends and not receives:
                 continue
             pending = self._post(step.sends, receives)

@@ -1,12 +1,12 @@
 """Ring: the state walks the chain. Which states a rank receives, steps and sends, one step per hop between ranks."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from cp_gdn.chains import Chains, HopBuilder, Hops
-from cp_gdn.plan import Index, Ints
+from cp_gdn.chains import NO_HOPS, Chains, HopBuilder, Hops
+from cp_gdn.fragments import Ints
+from cp_gdn.plan import Index
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,39 +27,39 @@ class RingStep:
     hops: Hops
     sends: tuple[Parcel, ...]
 
+    @property
+    def is_idle(self) -> bool:
+        return not (self.receives or self.sends or self.hops.steps)
+
+
+IDLE = RingStep(receives=(), hops=NO_HOPS, sends=())
+
 
 def build_steps(builder: HopBuilder, chains: Chains) -> tuple[RingStep, ...]:
     """One step per level from 0 to the last in which this rank takes part: level t follows t hops between ranks."""
-    order, mine = builder.order, chains.mine
-    slots = np.flatnonzero((builder.count > 0) & order.crosses[mine])
-    level, wave = order.level[mine], order.wave[mine]
-    before, after = order.before[mine], order.after[mine]
-    enters = slots[(level[slots] > 0) & (wave[slots] == 0)]
-    leaves = slots[after[slots] >= 0]
-    leaves = leaves[builder.rank_of[after[leaves]] != builder.plan.rank]
-    steps = []
-    for t in range(int(level[slots].max(initial=-1)) + 1):
-        received, sent = enters[level[enters] == t], leaves[level[leaves] == t]
-        steps.append(
-            RingStep(
-                receives=tuple(_parcels(builder, before[received], received, builder.segment(received, 0))),
-                hops=_hops(builder, slots[level[slots] == t], wave),
-                sends=tuple(_parcels(builder, after[sent], sent, chains.exit_state[sent])),
-            )
+    places, rank = builder.places, builder.plan.rank
+    slots = places.crosses.nonzero()[0]
+    level, before, after = places.level[slots], places.before[slots], places.after[slots]
+    steps = [IDLE] * (int(level.max(initial=-1)) + 1)
+    for t in np.flatnonzero(np.bincount(level)).tolist():
+        here = level == t
+        enters = slots[here & (before >= 0) & (before != rank)]
+        leaves = slots[here & (after >= 0) & (after != rank)]
+        passes = slots[here & (before >= 0) & (after >= 0)]  # chain starts were stepped before the exchange began
+        steps[t] = RingStep(
+            receives=_parcels(builder, places.before[enters], enters, builder.segment(enters, 0)),
+            hops=builder.exits(passes, places.wave[passes]),
+            sends=_parcels(builder, places.after[leaves], leaves, chains.exit_state[leaves]),
         )
     return tuple(steps)
 
 
-def _hops(builder: HopBuilder, slots: Ints, wave: Ints) -> Hops:
-    """Exits of a level, wave by wave; chain starts were stepped before the exchange began."""
-    passing = builder.has_after_slot[slots] & (builder.order.before[builder.mine][slots] >= 0)
-    return builder.exits(slots[passing], wave[slots[passing]])
-
-
-def _parcels(builder: HopBuilder, neighbours: Ints, slots: Ints, states: Ints) -> Iterator[Parcel]:
+def _parcels(builder: HopBuilder, peers: Ints, slots: Ints, states: Ints) -> tuple[Parcel, ...]:
     """One parcel per peer, ordered by document: a document has one state per level and pair of ranks."""
-    peers = builder.rank_of[neighbours]
-    order = np.argsort(builder.doc_of[neighbours], kind="stable")
-    for peer in np.unique(peers):
-        chosen = states[order[peers[order] == peer]]
-        yield Parcel(peer=int(peer), states=chosen, count=len(chosen))
+    if not len(peers):
+        return ()
+    order = (peers * len(builder.part.doc_bounds) + builder.plan.fragments.doc[slots]).argsort(kind="stable")
+    states, peers = states[order], peers[order]
+    cuts = (np.flatnonzero(peers[1:] != peers[:-1]) + 1).tolist()
+    edges = zip([0, *cuts], [*cuts, len(peers)], strict=True)
+    return tuple(Parcel(peer=int(peers[a]), states=states[a:b], count=b - a) for a, b in edges)

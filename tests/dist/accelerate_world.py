@@ -65,6 +65,7 @@ def accelerator_of(case: Case, rank: int, *, through_config: bool = False) -> It
             parallelism_config=config(dp_shard_size=case.dp, cp_size=case.cp),
             fsdp_plugin=plugin,
             gradient_accumulation_steps=case.accumulate,
+            mixed_precision=case.precision,
         )
         try:
             yield accelerator
@@ -158,3 +159,21 @@ def evaluate(accelerator: Any, model: Any, case: Case, dp_rank: int, sharded: bo
 
 def whole(x: Any) -> Tensor:
     return (x.full_tensor() if hasattr(x, "full_tensor") else x).detach().clone()
+
+
+def disabled(rank: int, world: int) -> tuple[float, bool]:
+    """The loss of a whole batch after `disable`, and whether the accelerator and the config are as they were."""
+    import cp_gdn.accelerate as plugin
+
+    case = Case(cp=world)
+    with accelerator_of(case, rank) as accelerator:
+        before = set(vars(accelerator))
+        plugin.enable(accelerator)
+        model = build(case.family)
+        model, _ = accelerator.prepare(model, make_optimizer(model))
+        plugin.disable(accelerator)
+        (batch,) = batches_of(case, 0, 0)
+        with torch.no_grad():
+            loss = float(model(**batch).loss)
+        added = set(vars(accelerator)) - before - {"_cp_context"}
+        return loss, not added and model.model.config is model.config

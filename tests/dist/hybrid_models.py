@@ -36,6 +36,7 @@ class Case:
     accumulate: int = 1
     labels: str = "unequal"
     padded: bool = False
+    precision: str = "no"
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -118,33 +119,36 @@ def batches_of(case: Case, step: int, dp_rank: int) -> list[Batch]:
     return [make_batch(case, step, dp_rank, micro) for micro in range(case.accumulate)]
 
 
-def alone(_rank: int, _world: int, cases: list[Case]) -> list[Run]:
-    return [train_alone(case) for case in cases]
+def alone(_rank: int, _world: int, case: Case) -> Run:
+    return train_alone(case.family, [step_batches(case, step) for step in range(STEPS)])
 
 
-def train_alone(case: Case) -> Run:
+def step_batches(case: Case, step: int) -> list[Batch]:
+    """All that the ranks of a case train in one step."""
+    return [batch for dp_rank in range(case.dp) for batch in batches_of(case, step, dp_rank)]
+
+
+def train_alone(family: str, steps: list[list[Batch]]) -> Run:
     """The specification: every document by itself, the mean over all trained tokens of a step."""
-    model = build(case.family)
+    model = build(family)
     optimizer = make_optimizer(model)
     losses, norms, grads = [], [], {}
-    for step in range(STEPS):
-        loss = mean_loss(model, case, step)
+    for batches in steps:
+        loss = mean_loss(model, batches)
         loss.backward()
-        if step == 0:
-            grads = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+        grads = grads or {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
         losses.append(float(loss.detach()))
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)))
         optimizer.step()
         optimizer.zero_grad()
     with torch.no_grad():
-        evaluated = [float(mean_loss(model, case, 0))]
+        evaluated = [float(mean_loss(model, steps[0]))]
     weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     return Run(losses=losses, norms=norms, evaluated=evaluated, grads=grads, weights=weights, lines=[])
 
 
-def mean_loss(model: Any, case: Case, step: int) -> Tensor:
+def mean_loss(model: Any, batches: list[Batch]) -> Tensor:
     """Mean loss of all trained tokens of a step: data-parallel ranks, micro-batches and documents."""
-    batches = [batch for dp_rank in range(case.dp) for batch in batches_of(case, step, dp_rank)]
     pairs = [loss_sum(model, ids, labels) for batch in batches for ids, labels in documents(batch)]
     return torch.stack([part for part, _ in pairs]).sum() / max(1, sum(count for _, count in pairs))
 
@@ -167,4 +171,4 @@ def loss_sum(model: Any, ids: Tensor, labels: Tensor) -> tuple[Tensor, int]:
 
 def make_optimizer(model: Any) -> Any:
     # NOTE: eps is large so that a gradient of rounding size does not become a step of full size.
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5)
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5, weight_decay=0.0)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
 from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 from torch import Tensor
 
 from tests.dist import pool
 from tests.dist.accelerate_refusals import REFUSALS, refused
-from tests.dist.accelerate_trainer import trained
-from tests.dist.accelerate_world import together
+from tests.dist.accelerate_scripts import held_out_loss, scripts
+from tests.dist.accelerate_trainer import packed_alone, trained
+from tests.dist.accelerate_world import disabled, together
 from tests.dist.hybrid_models import Case, Run, alone
 
 pytest.importorskip("accelerate")
@@ -34,6 +37,7 @@ CASES = {
     "four ranks, packed, accumulated": Case(family="qwen3_5", rows=0, cp=4, accumulate=3),
 }
 LIMIT = 1e-5
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 @cache
@@ -47,7 +51,7 @@ def trained_together(world: int) -> list[dict[str, Run]]:
 @cache
 def trained_alone(name: str) -> Run:
     case = CASES[name]
-    ((run,),) = pool.run(1, alone, [case], timeout=60)
+    (run,) = pool.run(1, alone, case, timeout=90)
     return run
 
 
@@ -88,16 +92,74 @@ def all_refused() -> list[list[tuple[str, str]]]:
 
 
 @pytest.mark.parametrize("number", range(len(REFUSALS)), ids=[function.__name__ for function, _, _ in REFUSALS])
-def test_what_cannot_be_is_refused_on_some_rank_by_a_message_and_on_none_by_a_hang(number: int) -> None:
+def test_what_cannot_be_is_refused_on_every_rank_by_a_message(number: int) -> None:
     _, kind, text = REFUSALS[number]
-    errors = [of_rank[number] for of_rank in all_refused()]
-    assert any(name == kind and re.search(text, said, re.DOTALL) for name, said in errors), errors
-    assert {name for name, _ in errors} <= {kind, "CommFailed"}, errors
+    for name, said in (of_rank[number] for of_rank in all_refused()):
+        assert name == kind, said
+        assert re.search(text, said, re.DOTALL), said
+
+
+def test_after_disable_whole_batches_train_as_before_and_nothing_is_left_behind() -> None:
+    want = trained_alone("a row").losses[0]
+    for loss, clean in pool.run(2, disabled):
+        assert loss == pytest.approx(want, rel=LIMIT)
+        assert clean
+
+
+def test_mixed_precision_trains_in_bf16_and_keeps_fp32_weights_and_gradients() -> None:
+    (got, *_), want = pool.run(2, together, [Case(precision="bf16")], timeout=90)[0], trained_alone("a row")
+    assert got.losses == pytest.approx(want.losses, rel=1e-2)
+    assert {x.dtype for x in (*got.grads.values(), *got.weights.values())} == {torch.float32}
+
+
+# ---- Trainer and scripts ---------------------------------------------------------------------------------------------
 
 
 def test_trainer_trains_and_evaluates_as_on_one_process(tmp_path: Path) -> None:
-    (want,) = pool.run(1, trained, str(tmp_path))
-    for got in pool.run(2, trained, str(tmp_path)):
+    (want,) = pool.run(1, trained, str(tmp_path), False, timeout=90)
+    for got in pool.run(2, trained, str(tmp_path), False, timeout=90):
         assert got["losses"] == pytest.approx(want["losses"], rel=LIMIT)
         assert got["evaluated"] == pytest.approx(want["evaluated"], rel=LIMIT)
         assert_same(got["weights"], want["weights"])
+
+
+def test_trainer_keeps_packed_documents_apart(tmp_path: Path) -> None:
+    first, second = pool.run(2, trained, str(tmp_path), True, timeout=90)
+    (want,) = pool.run(1, packed_alone, first["seen"], timeout=90)
+    for got in (first, second):
+        assert got["losses"] == pytest.approx(want.losses, rel=LIMIT)
+        assert_same(got["weights"], want.weights)
+
+
+def test_a_script_that_knows_nothing_of_us_trains_under_run_with_options_from_the_environment(tmp_path: Path) -> None:
+    script, out = Path(__file__).with_name("script_of_somebody.py"), tmp_path / "losses.json"
+    call = [str(script), str(out)]
+    first, _ = pool.run(2, scripts, Case(), [call], {"CP_GDN_EXCHANGE": "a2a"}, timeout=90)
+    assert json.loads(out.read_text()) == pytest.approx(trained_alone("a row").losses, rel=LIMIT)
+    assert any("exchange=a2a (CP_GDN_EXCHANGE)" in line for line in first)
+
+
+SMALL = ["--hidden", "64", "--layers", "4", "--head-dim", "16", "--length", "128", "--steps", "2"]
+
+
+def metrics(folder: Path) -> dict[str, float]:
+    """The last value of each metric that an example logged."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return {name: value for line in lines for name, value in json.loads(line).items()}
+
+
+def test_what_the_loop_example_saved_on_four_ranks_goes_on_with_another_split_and_loads_on_one(tmp_path: Path) -> None:
+    call = [str(EXAMPLES / "finetune_hf.py"), *SMALL, "--rows", "2"]
+    pool.run(4, scripts, Case(cp=4), [[*call, "--save-every", "2", "--out", str(tmp_path / "four")]], {}, timeout=150)
+    again = [*call, "--resume", str(tmp_path / "four" / "step-2"), "--out", str(tmp_path / "two")]
+    pool.run(2, scripts, Case(dp=2, cp=1), [again], {}, timeout=90)
+    (alone_loss,) = pool.run(1, held_out_loss, call[1:], str(tmp_path / "four" / "model"), timeout=90)
+    saved = metrics(tmp_path / "four")["eval_loss"]
+    assert saved == pytest.approx(metrics(tmp_path / "two")["eval_loss"], rel=LIMIT)
+    assert saved == pytest.approx(alone_loss, rel=LIMIT)
+
+
+def test_the_trainer_example_trains_packed_rows_on_two_ranks(tmp_path: Path) -> None:
+    call = [str(EXAMPLES / "finetune_trainer.py"), *SMALL, "--packed", "--out", str(tmp_path)]
+    pool.run(2, scripts, Case(), [call], {}, timeout=90)
+    assert metrics(tmp_path)["eval_loss"] < 5.5

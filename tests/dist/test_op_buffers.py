@@ -112,7 +112,6 @@ def what_lives_on(rank: int, world: int, exchange: str) -> dict[str, int]:
         leaves = {name: x.requires_grad_() for name, x in rows_of(ctx).items()}
         output = weakref.ref(o := mix(ctx, leaves))
         buffers.spoil(history=True)
-        lives["of a graph that is held"] = buffers.alive() - len(buffers.ever)
         del leaves, o
         lives["of a graph that is gone"] = buffers.alive() + (output() is not None)
         step(ctx, buffers)
@@ -125,7 +124,6 @@ def what_lives_on(rank: int, world: int, exchange: str) -> dict[str, int]:
 @pytest.mark.parametrize("exchange", ["ring", "a2a"])
 def test_no_tensor_of_a_call_lives_on_when_its_graph_is_gone(exchange: str) -> None:
     for lives in pool.run(WORLD, what_lives_on, exchange):
-        assert lives.pop("of a graph that is held") <= 0
         assert lives == {"of a graph that is gone": 0, "of a step": 0, "other tensors": 0}
 
 

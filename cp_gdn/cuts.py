@@ -1,0 +1,217 @@
+"""Where layouts cut, in closed form: one rank's fragments and their neighbours without a list of every rank's.
+
+A *piece* is what a layout deals to a rank: a part of the global order (contiguous, zigzag) or of a document (zigzag per
+document). A document runs through ascending pieces, so a fragment's place in its chain follows from its piece. Worked
+example, one document of 6 over W = 2, zigzag: pieces of tokens 0 1 | 2 3 | 4 | 5 lie on ranks 0, 1, 1, 0. The third has
+two fragments before it but one hop between ranks, for the chain *turns* on rank 1: that hop stays there.
+Here: what all such layouts share, and those that cut the global order; `document_cuts` has zigzag per document.
+Legend of array shapes: D documents, W ranks, n fragments of one rank in slot order, m any number of tokens.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from cp_gdn.fragments import Ints, LinkLoad, Places, RankFragments
+from cp_gdn.listing import FragmentTable, table_in_chain_order
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Cuts(ABC):
+    """A layout that follows from the documents' `bounds` [D + 1]. `mirrored`: rank r holds pieces r and 2W - 1 - r,
+    else piece r alone."""
+
+    bounds: Ints
+    world_size: int
+    mirrored: bool
+
+    @abstractmethod
+    def fragments(self, rank: int) -> RankFragments:
+        """What ``rank`` holds, by document, then offset."""
+
+    @abstractmethod
+    def piece_of(self, doc: Ints, offset: Ints) -> Ints:
+        """Piece that holds each token, [m]."""
+
+    @abstractmethod
+    def position(self, doc: Ints, piece: Ints) -> Ints:
+        """Non-empty fragments of the document before each piece, [m]; the piece holds tokens of it."""
+
+    @property
+    @abstractmethod
+    def last_position(self) -> Ints:
+        """Position of the last fragment of each document, [D]; -1 of empty ones."""
+
+    @property
+    @abstractmethod
+    def turns(self) -> Ints:
+        """Whether the chain of a document has a hop that stays on its rank; bool [D]."""
+
+    @abstractmethod
+    def neighbours(self, own: RankFragments, piece: Ints) -> tuple[Ints, Ints]:
+        """Non-empty pieces before and after each fragment, [n]; any number where there is none."""
+
+    @property
+    @abstractmethod
+    def table(self) -> FragmentTable:
+        """Every rank's fragments, listed anew."""
+
+    @abstractmethod
+    def link_load(self) -> LinkLoad:
+        """What the chains of all documents load."""
+
+    @property
+    def given(self) -> tuple[Ints, ...]:
+        """What the caller gave beyond the documents and the layout's name: nothing."""
+        return ()
+
+    @property
+    def num_pieces(self) -> int:
+        return 2 * self.world_size if self.mirrored else self.world_size
+
+    @cached_property
+    def sizes(self) -> Ints:
+        """Tokens of each document, [D]."""
+        sizes: Ints = self.bounds[1:] - self.bounds[:-1]
+        return sizes
+
+    def rank_of(self, piece: Ints) -> Ints:
+        rank: Ints = np.minimum(piece, self.num_pieces - 1 - piece) if self.mirrored else piece
+        return rank
+
+    def owner_of(self, doc: Ints, offset: Ints) -> Ints:
+        """Rank that holds each token, [m]."""
+        return self.rank_of(self.piece_of(doc, offset))
+
+    @cached_property
+    def levels(self) -> Ints:
+        """Hops between ranks of the chain of each document, [D]; -1 of empty ones."""
+        levels: Ints = self.last_position - self.turns
+        return levels
+
+    def places(self, own: RankFragments, rank: int) -> tuple[Places, Places]:
+        """Both directions of the fragments of ``rank``."""
+        doc, slot = own.doc, np.arange(len(own.doc))
+        piece = self._pieces(own, rank)
+        ends = own.offset + own.length
+        filled = own.length > 0
+        around = (self.rank_of(pieces) for pieces in self.neighbours(own, piece))
+        there = filled & (own.offset > 0), filled & (ends < own.size)
+        before, after = (np.where(exists, ranks, -1) for exists, ranks in zip(there, around, strict=True))
+        position, last, turns = self.position(doc, piece), self.last_position[doc], self.turns[doc]
+        level = position - (turns & (piece >= self.world_size))
+        last_level = last - turns
+        crosses = filled & (last_level > 0)
+        # NOTE: neighbours of a chain that lie on one rank are neighbours in slot order.
+        forward = Places(
+            before=before,
+            after=after,
+            after_slot=slot + 1,
+            position=position,
+            level=level,
+            wave=(before == rank).astype(np.int64),
+            crosses=crosses,
+        )
+        mirror = Places(
+            before=after,
+            after=before,
+            after_slot=slot - 1,
+            position=last - position,
+            level=last_level - level,
+            wave=(after == rank).astype(np.int64),
+            crosses=crosses,
+        )
+        return forward, mirror
+
+    def _pieces(self, own: RankFragments, rank: int) -> Ints:
+        return self.piece_of(own.doc, own.offset)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GlobalCuts(Cuts):
+    """contiguous (W pieces) and zigzag (2W): parts of the global token order, between `cuts` [pieces + 1]."""
+
+    cuts: Ints
+
+    def fragments(self, rank: int) -> RankFragments:
+        mine = (rank, self.num_pieces - 1 - rank) if self.mirrored else (rank,)
+        docs, edges = zip(*(self._inside(piece) for piece in mine), strict=True)
+        doc = np.concatenate(docs)
+        left, right = (np.concatenate([e[s] for e in edges]) for s in (slice(None, -1), slice(1, None)))
+        filled = (right > left).nonzero()[0]
+        doc, left, right = doc[filled], left[filled], right[filled]
+        return RankFragments(doc=doc, offset=left - self.bounds[doc], length=right - left, size=self.sizes[doc])
+
+    def _inside(self, piece: int) -> tuple[Ints, Ints]:
+        """Documents that a piece meets, [m], and its own border and theirs inside it, [m + 1]."""
+        left, right = self.cuts[piece : piece + 2]
+        first, last = int(self.bounds.searchsorted(left, "right")), int(self.bounds.searchsorted(right, "left"))
+        last = max(first, last)
+        return np.arange(first - 1, last), np.concatenate(([left], self.bounds[first:last], [right]))
+
+    def piece_of(self, doc: Ints, offset: Ints) -> Ints:
+        piece: Ints = self.cuts.searchsorted(self.bounds[doc] + offset, "right") - 1
+        return piece
+
+    def neighbours(self, own: RankFragments, piece: Ints) -> tuple[Ints, Ints]:
+        start = self.bounds[own.doc] + own.offset
+        before, after = self.cuts.searchsorted((start - 1, start + own.length), "right") - 1
+        return before, after
+
+    @cached_property
+    def _filled_before(self) -> Ints:
+        """Non-empty pieces before each, [pieces + 1]."""
+        before = np.zeros(len(self.cuts), dtype=np.int64)
+        (self.cuts[1:] > self.cuts[:-1]).cumsum(out=before[1:])
+        return before
+
+    @cached_property
+    def _ends(self) -> Ints:
+        """Non-empty pieces before the first and the last token of each document, [2, D]."""
+        piece = self.cuts.searchsorted((self.bounds[:-1], self.bounds[1:] - 1), "right") - 1
+        ends: Ints = self._filled_before[piece]
+        return ends
+
+    def position(self, doc: Ints, piece: Ints) -> Ints:
+        position: Ints = self._filled_before[piece] - self._ends[0, doc]
+        return position
+
+    @cached_property
+    def last_position(self) -> Ints:
+        first, last = self._ends
+        return np.where(self.sizes > 0, last - first, -1)
+
+    @cached_property
+    def turns(self) -> Ints:
+        if not self.mirrored:
+            return np.zeros(len(self.sizes), dtype=bool)
+        middle = self.cuts[self.world_size]
+        before, after = self.cuts.searchsorted((middle - 1, middle), "right") - 1
+        same_rank = before + after == self.num_pieces - 1
+        turns: Ints = (self.bounds[:-1] < middle) & (middle < self.bounds[1:]) & same_rank
+        return turns
+
+    @property
+    def table(self) -> FragmentTable:
+        points = np.unique(np.concatenate((self.cuts, self.bounds)))
+        left = points[:-1]
+        doc = self.bounds.searchsorted(left, "right") - 1
+        rank = self.rank_of(self.cuts.searchsorted(left, "right") - 1)
+        return table_in_chain_order(rank, (doc, left - self.bounds[doc], np.diff(points)), self.world_size)
+
+    def link_load(self) -> LinkLoad:
+        """Exact: one document crosses a border, and no two borders lie between the same ranks in one direction."""
+        docs = (self.levels > 0).nonzero()[0]
+        first, last = self.cuts.searchsorted((self.bounds[docs], self.bounds[docs + 1] - 1), "right") - 1
+        size = self.num_pieces + 1
+        covered = (np.bincount(first, minlength=size) - np.bincount(last + 1, minlength=size)).cumsum()[:-1]
+        covered *= self.cuts[1:] > self.cuts[:-1]
+        ends = np.bincount(np.concatenate((first, last)), minlength=size)[:-1]
+        rank = self.rank_of(np.arange(self.num_pieces))
+        fragments, middles = (np.bincount(rank, x).astype(np.int64) for x in (covered, covered - ends))
+        longest = int(self.levels.max(initial=0))
+        return LinkLoad(busiest=np.ones(longest, dtype=np.int64), fragments=fragments, middles=middles)

@@ -1,0 +1,104 @@
+"""zigzag_per_document in closed form: a document's pieces follow from two lengths, whatever their number.
+
+A document of n tokens in 2W pieces: the first n mod 2W hold one token more than the others. See `cuts` for the words.
+Legend of array shapes: D documents, W ranks, n fragments of one rank in slot order, m any number of tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from cp_gdn.cuts import Cuts
+from cp_gdn.fragments import Ints, LinkLoad, RankFragments
+from cp_gdn.listing import FragmentTable, zigzag_table
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DocumentCuts(Cuts):
+    """zigzag_per_document: every document in 2W near-equal pieces, cuts moved down to multiples of `align`."""
+
+    align: int
+
+    @cached_property
+    def _shares(self) -> tuple[Ints, Ints]:
+        """Tokens per piece of each document, and how many of its first pieces hold one more, [D] each."""
+        return np.divmod(self.sizes, self.num_pieces)
+
+    def borders(self, index: Ints) -> Ints:
+        """Offset at which piece ``index`` of each document begins, [D, len(index)]."""
+        base, longer = self._shares
+        borders: Ints = index * base[:, None] + np.minimum(index, longer[:, None])
+        if self.align == 1:
+            return borders
+        size = self.sizes[:, None]
+        return np.where(borders == size, size, borders // self.align * self.align)
+
+    def fragments(self, rank: int) -> RankFragments:
+        other = self.num_pieces - 1 - rank
+        borders = self.borders(np.array([rank, other, rank + 1, other + 1]))
+        doc = np.arange(len(borders)).repeat(2)
+        offset, end = borders[:, :2].ravel(), borders[:, 2:].ravel()
+        return RankFragments(doc=doc, offset=offset, length=end - offset, size=self.sizes[doc])
+
+    def _pieces(self, own: RankFragments, rank: int) -> Ints:
+        return np.array([rank, self.num_pieces - 1 - rank] * len(self.sizes), dtype=np.int64)
+
+    def piece_of(self, doc: Ints, offset: Ints) -> Ints:
+        base, longer = (share[doc] for share in self._shares)
+        if self.align > 1:  # of all pieces that begin at or before it once cuts have moved down, the last
+            offset = np.minimum(offset // self.align * self.align + self.align, self.sizes[doc]) - 1
+        beyond = offset - longer * (base + 1)
+        return np.where(beyond < 0, offset // (base + 1), longer + beyond // np.maximum(base, 1))
+
+    def neighbours(self, own: RankFragments, piece: Ints) -> tuple[Ints, Ints]:
+        if self.align == 1:  # empty pieces are a document's last
+            return piece - 1, piece + 1
+        return self.piece_of(own.doc, own.offset - 1), self.piece_of(own.doc, own.offset + own.length)
+
+    def position(self, doc: Ints, piece: Ints) -> Ints:
+        if self.align == 1:
+            return piece
+        # Pieces shorter than `align`: each multiple of it below the last border is the border of one that is not empty.
+        base, longer = (share[doc] for share in self._shares)
+        return np.where(base >= self.align, piece, (piece * base + np.minimum(piece, longer)) // self.align)
+
+    @cached_property
+    def last_position(self) -> Ints:
+        if self.align == 1:
+            return np.minimum(self.sizes, self.num_pieces) - 1
+        docs = np.arange(len(self.sizes))
+        return np.where(self.sizes > 0, self.position(docs, self.piece_of(docs, self.sizes - 1)), -1)
+
+    @cached_property
+    def turns(self) -> Ints:
+        if self.align == 1:
+            turns: Ints = self.sizes > self.world_size
+            return turns
+        docs, middle = np.arange(len(self.sizes)), self.borders(np.array([self.world_size]))[:, 0]
+        around = self.piece_of(docs, middle - 1) + self.piece_of(docs, middle)
+        inside: Ints = (middle > 0) & (middle < self.sizes)
+        return inside & (around == self.num_pieces - 1)
+
+    @property
+    def table(self) -> FragmentTable:
+        return zigzag_table(self.borders(np.arange(self.num_pieces + 1)))
+
+    def link_load(self) -> LinkLoad:
+        """Exact for align = 1; else the few pieces of a document shorter than 2 W align count as its first ones."""
+        crossing = (self.levels > 0).nonzero()[0]
+        count, levels = self.last_position[crossing] + 1, self.levels[crossing]
+        reached, inner = _above(count, self.num_pieces), _above(count - 1, self.num_pieces)
+        inner[0] = 0
+        rank = self.rank_of(np.arange(self.num_pieces))
+        fragments, middles = (np.bincount(rank, x).astype(np.int64) for x in (reached, inner))
+        busiest = _above(levels, int(levels.max(initial=0)))
+        return LinkLoad(busiest=busiest, fragments=fragments, middles=middles)
+
+
+def _above(values: Ints, size: int) -> Ints:
+    """How many of ``values`` are above each of 0 .. size - 1; all are at most ``size``."""
+    above: Ints = len(values) - np.bincount(values, minlength=size + 1).cumsum()[:size]
+    return above

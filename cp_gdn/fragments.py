@@ -1,0 +1,74 @@
+"""One rank's fragments and where they stand in their chains, whatever the layout: what `cuts` and `listing` give.
+
+Legend of array shapes: n fragments of one rank in slot order, W ranks. All are int64 unless said otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+Ints = np.ndarray
+"""An int64 array."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RankFragments:
+    """One rank's fragments in slot order, [n]. `size`: tokens of the fragment's document."""
+
+    doc: Ints
+    offset: Ints
+    length: Ints
+    size: Ints
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Places:
+    """Where one rank's fragments stand in their chains, in one direction, [n].
+
+    Attributes:
+        before, after: ranks of the neighbouring non-empty fragments, -1 at the ends and for empty fragments.
+        after_slot: slot of the one after where it lies on this rank too, else any number.
+        position: fragments before it. level: hops between ranks before it. wave: hops inside its rank since the last
+            such hop. Of no meaning for empty fragments.
+        crosses: whether the chain leaves its first rank at all; bool, False for empty fragments.
+    """
+
+    before: Ints
+    after: Ints
+    after_slot: Ints
+    position: Ints
+    level: Ints
+    wave: Ints
+    crosses: Ints
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LinkLoad:
+    """States that chains put on links in one direction.
+
+    Attributes:
+        busiest: per hop of the longest chain the states between the busiest pair of ranks.
+        fragments, middles: [W], each rank's fragments of chains that cross ranks, and those that end no chain.
+    """
+
+    busiest: Ints
+    fragments: Ints
+    middles: Ints
+
+
+def runs(counts: Ints) -> tuple[Ints, Ints]:
+    """Owner and position inside the owner of every item, when owner i has counts[i] items."""
+    ends = counts.cumsum()
+    owner = np.arange(len(counts)).repeat(counts)
+    position: Ints = np.arange(len(owner)) - (ends - counts)[owner]
+    return owner, position
+
+
+def ranges(starts: Ints, lengths: Ints) -> Ints:
+    """Concatenate the ranges [start, start + length)."""
+    ends = lengths.cumsum()
+    shift = (starts - ends + lengths).repeat(lengths)
+    ids: Ints = shift + np.arange(len(shift))
+    return ids

@@ -1,0 +1,202 @@
+"""The table of every rank's fragments, ordered by rank, then slot, and every fragment's place in its chain.
+
+Only layouts that are given fragment by fragment need it to plan (explicit, or with cut points), and whoever asks about
+all ranks at once: owners of an all-to-all exchange, byte queries, tests. Legend: F fragments, D documents, W ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from cp_gdn.fragments import Ints, LinkLoad, Places, RankFragments
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FragmentTable:
+    """Every fragment of every rank, ordered by rank, then slot: int64 columns [F].
+
+    `prev` and `next` are rows of this table: the neighbouring non-empty fragment of the chain, -1 where there is none
+    and for empty fragments. Rows `starts[r]:starts[r + 1]` belong to rank r; `starts` is [W + 1]. `chains`: rows of all
+    non-empty fragments by document, then offset.
+    """
+
+    rank: Ints
+    slot: Ints
+    doc: Ints
+    offset: Ints
+    length: Ints
+    prev: Ints
+    next: Ints
+    starts: Ints
+    chains: Ints
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChainOrder:
+    """Every non-empty fragment's place in its chain, in one direction; columns over the rows of the fragment table.
+
+    Attributes:
+        before, after: rows of the neighbours, -1 at the ends.
+        position, level, wave, crosses: see `Places`; 0 and False for empty fragments.
+    """
+
+    before: Ints
+    after: Ints
+    position: Ints
+    level: Ints
+    wave: Ints
+    crosses: Ints
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ListedCuts:
+    """Fragments as the caller gave them. `bounds`: documents, [D + 1]."""
+
+    bounds: Ints
+    table: FragmentTable
+
+    @property
+    def given(self) -> tuple[Ints, ...]:
+        """Columns that the caller gave."""
+        return self.table.rank, self.table.doc, self.table.offset, self.table.length
+
+    def fragments(self, rank: int) -> RankFragments:
+        t, mine = self.table, self._rows(rank)
+        doc = t.doc[mine]
+        size = self.bounds[doc + 1] - self.bounds[doc]
+        return RankFragments(doc=doc, offset=t.offset[mine], length=t.length[mine], size=size)
+
+    def _rows(self, rank: int) -> slice:
+        return slice(int(self.table.starts[rank]), int(self.table.starts[rank + 1]))
+
+    def places(self, own: RankFragments, rank: int) -> tuple[Places, Places]:
+        """Both directions of the fragments of ``rank``; neighbours as ranks and slots instead of rows."""
+        forward, mirror = (self._places(rank, order) for order in self._orders)
+        return forward, mirror
+
+    @cached_property
+    def _orders(self) -> tuple[ChainOrder, ChainOrder]:
+        return chain_order(self.table), chain_order(self.table, reverse=True)
+
+    def _places(self, rank: int, order: ChainOrder) -> Places:
+        t, mine = self.table, self._rows(rank)
+        before, after = (np.where(rows >= 0, t.rank[rows], -1) for rows in (order.before[mine], order.after[mine]))
+        return Places(
+            before=before,
+            after=after,
+            after_slot=t.slot[order.after[mine]],
+            position=order.position[mine],
+            level=order.level[mine],
+            wave=order.wave[mine],
+            crosses=order.crosses[mine],
+        )
+
+    def owner_of(self, doc: Ints, offset: Ints) -> Ints:
+        """Rank that holds each token."""
+        t = self.table
+        row = self._starts.searchsorted(self.bounds[doc] + offset, "right") - 1
+        rank: Ints = t.rank[t.chains[row]]
+        return rank
+
+    @cached_property
+    def _starts(self) -> Ints:
+        """Global index of the first token of each non-empty fragment, in chain order."""
+        t = self.table
+        starts: Ints = self.bounds[t.doc[t.chains]] + t.offset[t.chains]
+        return starts
+
+    @cached_property
+    def levels(self) -> Ints:
+        """Hops between ranks of each document's chain, [D]."""
+        levels = np.zeros(len(self.bounds) - 1, dtype=np.int64)
+        chains = self.table.chains
+        levels[self.table.doc[chains]] = self._orders[0].level[chains]  # the last write is a chain's end
+        return levels
+
+    def link_load(self) -> LinkLoad:
+        t, order, world = self.table, self._orders[0], len(self.table.starts) - 1
+        entering = ((order.before >= 0) & (t.rank[order.before] != t.rank)).nonzero()[0]
+        level = order.level[entering]
+        pair = (level * world + t.rank[order.before[entering]]) * world + t.rank[entering]
+        _, first, states = np.unique(pair, return_index=True, return_counts=True)
+        busiest = np.zeros(int(level.max(initial=0)), dtype=np.int64)
+        np.maximum.at(busiest, level[first] - 1, states)
+        middle = order.crosses & (order.before >= 0) & (order.after >= 0)
+        fragments, middles = (np.bincount(t.rank[rows], minlength=world) for rows in (order.crosses, middle))
+        return LinkLoad(busiest=busiest, fragments=fragments, middles=middles)
+
+
+# ---- tables ----------------------------------------------------------------------------------------------------------
+
+
+def table_in_chain_order(rank: Ints, columns: tuple[Ints, Ints, Ints], world_size: int) -> FragmentTable:
+    """The table of fragments (doc, offset, length) given by document, then offset; a rank's slots keep that order."""
+    key = rank.astype(np.uint16) if world_size <= 1 << 16 else rank  # 16-bit keys are sorted by radix
+    rows = key.argsort(kind="stable")
+    chain = np.empty_like(rows)
+    chain[rows] = np.arange(len(rows))
+    doc, offset, length = (column[rows] for column in columns)
+    return linked_table(rank[rows], (doc, offset, length), chain, world_size)
+
+
+def zigzag_table(cuts: Ints) -> FragmentTable:
+    """Every document cut in 2W pieces at the offsets [D, 2W + 1]; rank r holds pieces r and 2W - 1 - r."""
+    num_docs, pieces = len(cuts), cuts.shape[1] - 1
+    piece = np.tile(np.arange(pieces), num_docs)
+    doc = np.arange(num_docs).repeat(pieces)
+    columns = doc, cuts[:, :-1].ravel(), np.diff(cuts, axis=1).ravel()
+    return table_in_chain_order(np.minimum(piece, pieces - 1 - piece), columns, pieces // 2)
+
+
+def linked_table(rank: Ints, columns: tuple[Ints, Ints, Ints], chain: Ints, world_size: int) -> FragmentTable:
+    """Link neighbours of a chain. `chain`: row numbers [F] ordered by document, then offset."""
+    doc, offset, length = columns
+    live = chain[length[chain] > 0]
+    before, after = live[:-1], live[1:]
+    same = doc[before] == doc[after]
+    prev, following = np.full((2, len(rank)), -1, dtype=np.int64)
+    prev[after[same]] = before[same]
+    following[before[same]] = after[same]
+    starts = rank.searchsorted(np.arange(world_size + 1))
+    return FragmentTable(
+        rank=rank,
+        slot=np.arange(len(rank)) - starts[rank],
+        doc=doc,
+        offset=offset,
+        length=length,
+        prev=prev,
+        next=following,
+        starts=starts,
+        chains=live,
+    )
+
+
+def chain_order(table: FragmentTable, *, reverse: bool = False) -> ChainOrder:
+    """Places of all fragments, for the forward direction or its mirror."""
+    before, after = (table.next, table.prev) if reverse else (table.prev, table.next)
+    order = table.chains[::-1] if reverse else table.chains
+    index, start = np.arange(len(order)), before[order] < 0
+    hop = ~start & (table.rank[before[order]] != table.rank[order])
+    chain_start = np.maximum.accumulate(np.where(start, index, 0))
+    hops = hop.cumsum()
+    level = hops - hops[chain_start]
+    wave = index - np.maximum.accumulate(np.where(start | hop, index, 0))
+    chain_end = (after[order] < 0).nonzero()[0]
+    leaves = level[chain_end] > 0
+
+    def column(values: Ints) -> Ints:
+        out = np.zeros(len(table.doc), dtype=values.dtype)
+        out[order] = values
+        return out
+
+    return ChainOrder(
+        before=before,
+        after=after,
+        position=column(index - chain_start),
+        level=column(level),
+        wave=column(wave),
+        crosses=column(leaves[start.cumsum() - 1]),
+    )

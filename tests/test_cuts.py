@@ -1,0 +1,98 @@
+"""Closed forms of the cut layouts against the table of every rank's fragments."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cp_gdn.fragments import Places
+from cp_gdn.layout import Partition, partition
+from cp_gdn.listing import ListedCuts
+from tests.cases import LAYOUTS
+
+EXAMPLES = settings(max_examples=150, deadline=None)
+
+
+@st.composite
+def cut_packs(draw: st.DrawFn) -> Partition:
+    longest = draw(st.sampled_from((6, 40, 700)))
+    lengths = draw(st.lists(st.integers(0, longest), max_size=8))
+    align = draw(st.sampled_from((1, 1, 2, 3, 64)))
+    bounds = [0, *np.cumsum(lengths, dtype=np.int64).tolist()]
+    return partition(bounds, draw(st.integers(1, 9)), draw(st.sampled_from(LAYOUTS)), align=align)
+
+
+def listed(part: Partition) -> ListedCuts:
+    return ListedCuts(bounds=part.bounds, table=part.table)
+
+
+@EXAMPLES
+@given(part=cut_packs())
+def test_a_ranks_own_fragments_are_its_rows_of_the_table(part: Partition) -> None:
+    for rank in range(part.world_size):
+        own, rows = part.of_rank(rank), listed(part).fragments(rank)
+        for name in ("doc", "offset", "length", "size"):
+            assert np.array_equal(getattr(own, name), getattr(rows, name)), name
+            assert getattr(own, name).dtype == np.int64
+
+
+@EXAMPLES
+@given(part=cut_packs())
+def test_places_in_the_chain_and_neighbours_are_those_of_the_table(part: Partition) -> None:
+    table = listed(part)
+    for rank in range(part.world_size):
+        own = part.of_rank(rank)
+        for closed, found in zip(part.cuts.places(own, rank), table.places(own, rank), strict=True):
+            meant = {"before": own.length >= 0, "after": own.length >= 0, "crosses": own.length >= 0}
+            meant["after_slot"] = found.after == rank
+            for field in fields(Places):
+                where = meant.get(field.name, own.length > 0)
+                got, want = getattr(closed, field.name), getattr(found, field.name)
+                assert np.array_equal(got[where], want[where]), field.name
+
+
+@EXAMPLES
+@given(part=cut_packs())
+def test_hops_of_each_document_are_those_of_the_table(part: Partition) -> None:
+    table, filled = listed(part), np.diff(part.doc_bounds) > 0
+    assert np.array_equal(part.cuts.levels[filled], table.levels[filled])
+    assert part.crosses == bool((table.levels > 0).any())
+
+
+@EXAMPLES
+@given(part=cut_packs())
+def test_every_token_has_the_owner_that_the_table_says(part: Partition) -> None:
+    lengths = np.diff(part.doc_bounds)
+    doc = np.repeat(np.arange(part.num_docs), lengths)
+    offset = np.arange(part.num_tokens) - part.bounds[doc]
+    owner = part.cuts.owner_of(doc, offset)
+    assert np.array_equal(owner, listed(part).owner_of(doc, offset))
+    for rank in range(part.world_size):
+        assert np.array_equal(np.flatnonzero(owner == rank), np.sort(part.token_ids(rank)))
+
+
+@EXAMPLES
+@given(part=cut_packs())
+def test_the_load_of_links_is_counted_exactly_where_cuts_are_not_moved(part: Partition) -> None:
+    if part.layout == "zigzag_per_document" and part.align > 1:
+        return
+    got, want = part.cuts.link_load(), listed(part).link_load()
+    for name in ("busiest", "fragments", "middles"):
+        assert np.array_equal(getattr(got, name), getattr(want, name)), name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_thousand_ranks_and_ten_thousand_documents_are_cut_without_a_table(layout: str) -> None:
+    lengths = np.random.default_rng(0).integers(1, 13_000, 10_000)
+    part = partition(np.concatenate([[0], np.cumsum(lengths)]), 1024, layout)
+    for rank in (0, 511, 1023):
+        own = part.of_rank(rank)
+        part.cuts.places(own, rank)
+        assert len(own.doc) <= 2 * part.num_docs
+        assert abs(own.length.sum() - part.num_tokens / 1024) < part.num_docs
+    assert part.crosses
+    assert "table" not in vars(part)
