@@ -3,7 +3,10 @@
 Start with `reference.py` (what is computed), then `layout.py` (who owns which tokens), `op.py` (the pipeline).
 """
 
+from typing import Any
+
 from cp_gdn._version import __version__
+from cp_gdn.byte_counts import comm_bytes, saved_bytes
 from cp_gdn.comm import Comm, CommFailed, PlanDisagreement
 from cp_gdn.context import Context, build_context
 from cp_gdn.conv import causal_conv1d
@@ -23,6 +26,7 @@ __all__ = [
     "CommFailed",
     "Context",
     "Fragment",
+    "GDNContextParallel",
     "GatedDeltaNet",
     "InputGradients",
     "Options",
@@ -36,13 +40,28 @@ __all__ = [
     "build_context",
     "causal_conv1d",
     "chunk_gated_delta_rule",
+    "comm_bytes",
     "forward",
     "packed_qkv_views",
+    "parallelize_plan",
     "partition",
     "positions",
+    "saved_bytes",
     "shard",
     "shift_labels",
     "token_mean_loss",
     "twin",
     "unshard",
+    "unsharded",
 ]
+
+_INTEGRATIONS = {"GDNContextParallel": "parallel_style", "parallelize_plan": "parallel_style", "unsharded": "seat"}
+"""Public names of the integrations and their modules, imported when they are first asked for."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _INTEGRATIONS:
+        raise AttributeError(f"module 'cp_gdn' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(f"cp_gdn.integrations.{_INTEGRATIONS[name]}"), name)

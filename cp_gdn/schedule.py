@@ -96,7 +96,8 @@ class TokenTables:
 
     def _shifted(self, shift: Index, count: Index) -> Tensor:
         """Local rows plus the shift of the run that each is in; no synchronization, for the size is known."""
-        shift, count = torch.as_tensor(shift), torch.as_tensor(count)
+        if self._own.device.type == "cpu":  # the same, some five times faster
+            return torch.from_numpy(np.asarray(shift).repeat(np.asarray(count)) + self._own.numpy())
         return torch.repeat_interleave(shift, count, output_size=self.num_tokens).add_(self._own)
 
     def make(self) -> None:

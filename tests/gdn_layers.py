@@ -100,12 +100,11 @@ class StandIn(nn.Module):
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, past_key_values: Any = None, **kwargs: Any
     ) -> tuple[Tensor, None, Any]:
-        rows = []
-        for row, x in enumerate(hidden_states):
-            mask = torch.ones(len(x)) if attention_mask is None else attention_mask[row]
-            real = mask.nonzero()[:, 0]
-            rows.append(torch.zeros_like(x).index_put((real,), self._document(x[real])))
-        return torch.stack(rows), None, past_key_values
+        mask = hidden_states.new_ones(hidden_states.shape[:2]) if attention_mask is None else attention_mask
+        y = torch.zeros_like(hidden_states)
+        for row, real in enumerate(mask.bool()):
+            y = y.index_put((torch.tensor(row), real.nonzero()[:, 0]), self._document(hidden_states[row, real]))
+        return y, None, past_key_values
 
     def _document(self, x: Tensor) -> Tensor:
         q, k, v = (getattr(self, f"{n}_conv1d")(getattr(self, f"{n}_proj")(x[None]))[0] for n in "qkv")
@@ -127,8 +126,7 @@ STAND_INS: dict[str, dict[str, bool]] = {
 def config_of(kind: str, **changes: Any) -> Any:
     """A tiny config of a Hugging Face model type."""
     name, _, more = CLASSES[kind]
-    module = importlib.import_module(f"transformers.models.{kind}.configuration_{kind}")
-    return getattr(module, name)(**SIZES | more | changes)
+    return getattr(importlib.import_module("transformers"), name)(**SIZES | more | changes)
 
 
 def modeling(kind: str) -> Any:
@@ -138,9 +136,8 @@ def modeling(kind: str) -> Any:
 def make_layer(kind: str, dtype: torch.dtype = torch.float64) -> nn.Module:
     """A layer with random weights and decays slow enough that a state lives through the sequence."""
     torch.manual_seed(3)
-    layer = StandIn(**STAND_INS[kind]) if kind in STAND_INS else None
-    if layer is None:
-        layer = getattr(modeling(kind), CLASSES[kind][1])(config_of(kind), 0)
+    stand_in = STAND_INS.get(kind)
+    layer = getattr(modeling(kind), CLASSES[kind][1])(config_of(kind), 0) if stand_in is None else StandIn(**stand_in)
     randomize(layer)
     return layer.to(dtype)
 
@@ -173,9 +170,7 @@ Outcome = dict[str, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Rows of `length` tokens, of which the first (last, `left`) `real` are not padding; or one row packed with the
-    documents of `bounds`.
-    """
+    """Rows of which the first (`left`: last) `real` tokens are no padding, or one row of the documents of `bounds`."""
 
     length: int = 0
     real: Sequence[int] = ()
@@ -224,7 +219,7 @@ BATCHES = {
 
 
 def output(result: Any) -> Tensor:
-    return result[0] if isinstance(result, tuple) else result
+    return result[0] if isinstance(result, tuple) else result  # flash-linear-attention's returns three things
 
 
 def whole(layer: nn.Module, batch: Batch) -> Outcome:

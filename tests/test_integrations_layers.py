@@ -101,14 +101,14 @@ def test_options_reach_the_context_and_change_nothing_beyond_rounding(exchange: 
     options = {"exchange": exchange, "segments": 2}
     assert errors_above(split(layer, batch, 3, **options), wanted("fla", "packed"), 1e-9) == {}
 
-    def chosen(comm: Comm) -> tuple[str, tuple[int, ...]]:
+    def chosen(comm: Comm) -> tuple[str, int]:
         mine = copy.deepcopy(layer)
         seat = take_over(mine, comm, **options).seat
         with seat.hold(batch.pack(seat)) as pack:
             (ctx,) = pack.contexts.values()  # planned ahead
-        return ctx.exchange, ctx.plan.p_vector
+        return ctx.exchange, ctx.asked["segments"]
 
-    assert twin(3, chosen) == [(exchange, (2, 2, 2))] * 3
+    assert twin(3, chosen) == [(exchange, 2)] * 3
 
 
 def test_on_one_rank_the_original_runs_unless_asked() -> None:

@@ -76,7 +76,8 @@ class Plugin:
         except Exception:
             takeover.disable()
             raise
-        hook = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        look = torch.compiler.disable(self._before_forward)
+        hook = model.register_forward_pre_hook(look, with_kwargs=True)
         if self._accelerator.is_main_process:
             chosen = self.settings
             log.info(
@@ -134,7 +135,7 @@ class Plugin:
                 'calls, always cuts zigzag; use layout="zigzag", or cp_gdn.accelerate.shard in a loop of your own'
             )
         length = buffers[0].shape[dims[0]]
-        rows = next((x.shape[0] for x, dim in zip(buffers, dims, strict=True) if x.dim() == 2 and dim == 1), 1)
+        rows = max((x.shape[0] for x, dim in zip(buffers, dims, strict=True) if dim == 1), default=1)
         return self._seat().rows(rows, length, device=buffers[0].device)
 
     def pack_of(self, shape: Shape) -> Pack:

@@ -24,7 +24,8 @@ class Settings:
         attention: of the softmax layers: "auto", "gather" or "torch".
         segments, exchange, backend, options: as in `build_context`. Accelerate's cp_comm_strategy is about keys and
             values of softmax attention and has nothing to do with ``exchange``.
-        timeout: seconds that a rank may keep another one waiting.
+        timeout: seconds that a rank may keep another one waiting; as long as torch's own, for ranks that save a
+            checkpoint or sample text while the others go on to the next batch.
     """
 
     layout: str = "auto"
@@ -33,7 +34,7 @@ class Settings:
     exchange: str = "auto"
     backend: str = "auto"
     options: Options = field(default_factory=Options)
-    timeout: float = 25.0
+    timeout: float = 600.0
 
     def __post_init__(self) -> None:
         for name, value, values in (("layout", self.layout, LAYOUTS), ("attention", self.attention, KINDS)):

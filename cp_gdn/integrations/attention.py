@@ -107,7 +107,7 @@ def attention_forward(
     _check_call(module, query, key, dropout, kwargs)
     if shared.kind(shared.seat.pack_for(query.transpose(1, 2))) == "gather":
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return torch.compiler.disable(shared.gathered)(query, key, value, scale), None
+        return shared.gathered(query, key, value, scale), None
     if F.scaled_dot_product_attention is torch._C._nn.scaled_dot_product_attention:
         raise RuntimeError(
             "attention: torch's context parallelism is not active here; run forward and backward inside "
@@ -162,7 +162,8 @@ def install(
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     shared = SharedAttention(seat, asked)
-    ALL_ATTENTION_FUNCTIONS.register(NAME, attention_forward)
+    # A compiler sees one call of ours per softmax layer, and breaks its graph there.
+    ALL_ATTENTION_FUNCTIONS.register(NAME, torch.compiler.disable(attention_forward))
     configs = {id(config): config for config in (_config_of(model, name) for name in names)}
     views = {key: config_view(config, seat) for key, config in configs.items()}
     viewers = [m for m in model.modules() if m is not model and id(getattr(m, "config", None)) in views]

@@ -1,7 +1,7 @@
 """Take over the Gated DeltaNet layers of a Hugging Face or flash-linear-attention model.
 
-Nothing here imports transformers or fla: layers are told by their structure (families.py), and swapped in place
-(swap.py) before tensor parallelism's successors, FSDP2, activation checkpointing and compilation see the model.
+Nothing here imports transformers or fla: layers are told by their structure (families.py) and swapped in place
+(swap.py).
 """
 
 import logging

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -136,6 +137,12 @@ def accumulation_without_counts(accelerator: Any) -> None:
     sharded(accelerator, dict(FIRST))
 
 
+def torchs_attention_on_cpu(accelerator: Any) -> None:
+    """No device but CUDA has it: the way there, up to torch's own refusal."""
+    with mock.patch("cp_gdn.integrations.attention.torch_obstacle", return_value=None):
+        sharded(accelerator, dict(FIRST))
+
+
 REFUSALS: list[tuple[Callable[[Any], None], str, str]] = [
     (without_enable, "ValueError", "Context parallelism does not support attention layers of type"),
     (enabled_too_late, "RuntimeError", "enable came after accelerator.prepare"),
@@ -154,6 +161,7 @@ REFUSALS: list[tuple[Callable[[Any], None], str, str]] = [
     (other_options, "PlanDisagreement", "ring(.|\n)*a2a"),
     (shard_before_prepare, "RuntimeError", "no model is prepared"),
     (shard_without_enable, "RuntimeError", "not enabled; call cp_gdn.accelerate.enable"),
+    (torchs_attention_on_cpu, "NotImplementedError", "scaled_dot_product.*does not have a sharding strategy"),
     (accumulation_without_counts, "ValueError", "num_items: got None with gradient_accumulation_steps=3"),
 ]
 
