@@ -46,6 +46,25 @@ def hops_by_step(step: Ints, starts: Ints, *columns: Ints) -> Hops:
     return Hops(table=np.array(columns)[:, key.argsort(kind="stable")], steps=tuple(steps))
 
 
+def hops_by_level(level: Ints, step: Ints, starts: Ints, *columns: Ints) -> dict[int, Hops]:
+    """The same for each level that has hops, of ``level`` [hops]."""
+    order = level.argsort(kind="stable")
+    found, cuts = groups(level[order])
+    sorted_columns = [column[order] for column in (step, starts, *columns)]
+    return {
+        key: hops_by_step(*(column[a:b] for column in sorted_columns))
+        for key, a, b in zip(found, cuts, cuts[1:], strict=False)
+    }
+
+
+def groups(keys: Ints) -> tuple[list[int], list[int]]:
+    """Distinct values of sorted ``keys``, and where the run of each begins, then their number in all."""
+    first = np.ones(len(keys), dtype=bool)
+    np.not_equal(keys[1:], keys[:-1], out=first[1:])
+    starts = first.nonzero()[0]
+    return keys[starts].tolist(), [*starts.tolist(), len(keys)]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Maps:
     """Rows of the map buffer, shared by both directions: first the segments' own maps, then the composed ones.
@@ -178,19 +197,28 @@ class HopBuilder:
         """Each fragment's exit from its entry, wave after wave: through its composed map, or in grid mode through every
         segment's own.
         """
+        return hops_by_step(*self._exits(slots, wave)[1:]) if len(slots) else NO_HOPS
+
+    def exits_by_level(self, slots: Ints) -> dict[int, Hops]:
+        """The exits of each level that has some."""
         if not len(slots):
-            return NO_HOPS
+            return {}
+        owner, *hops = self._exits(slots, self.places.wave[slots])
+        return hops_by_level(self.places.level[slots[owner]], *hops)
+
+    def _exits(self, slots: Ints, wave: Ints) -> tuple[Ints, ...]:
+        """Index of the fragment, step, chain start and columns of each hop."""
         starts = self.places.before[slots] < 0
         if not self.plan.grid:
             entry, rows = self.segment(slots, 0), self.row_of_slot[slots]
-            return hops_by_step(wave, starts, self.exit_state[slots], entry, rows, self.maps.of_slot[slots])
+            return np.arange(len(slots)), wave, starts, self.exit_state[slots], entry, rows, self.maps.of_slot[slots]
         count = self.count[slots]
         owner, k = runs(count)
         ids, last = self.segment(slots[owner], k), k + 1 == count[owner]
         following = self.segment(slots[owner], np.minimum(k + 1, count[owner] - 1))
         dst = np.where(last, self.exit_state[slots[owner]], following)
         step = wave[owner] * (int(count.max()) + 1) + k
-        return self._through(step, starts[owner] & (k == 0), dst, ids)
+        return owner, step, starts[owner] & (k == 0), dst, ids, self.row_of_segment[ids], self.maps.of_segment[ids]
 
     def inner(self, slots: Ints) -> Hops:
         """From the entry of each fragment to the entries of its later segments."""
@@ -201,11 +229,8 @@ class HopBuilder:
         slots = slots[owner]
         ids = self.segment(slots, k)
         starts = (self.places.before[slots] < 0) & (k == 0)
-        return self._through(k, starts, ids - 1 if self.reverse else ids + 1, ids)
-
-    def _through(self, step: Ints, starts: Ints, dst: Ints, ids: Ints) -> Hops:
-        """Hops through the segments' own maps, from the entry state of each."""
-        return hops_by_step(step, starts, dst, ids, self.row_of_segment[ids], self.maps.of_segment[ids])
+        dst = ids - 1 if self.reverse else ids + 1
+        return hops_by_step(k, starts, dst, ids, self.row_of_segment[ids], self.maps.of_segment[ids])
 
 
 def build_chains(builder: HopBuilder, *, exchange_steps_segments: bool) -> Chains:

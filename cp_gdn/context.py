@@ -178,18 +178,18 @@ def build_context(
             "options": options,
         }
         heads, head_dims = check_context(part, comm, asked)
-        calibration, note = _calibration(torch.device(device))
+        calibration, note = device_calibration(torch.device(device))
         picked = resolve_segments(segments, part, heads[1], calibration, note)
         sizes = Sizes.of(heads[1], head_dims, state_dtype(dtype).itemsize)
         choice = choose(exchange, part, sizes, calibration.times, grid=picked.grid > 0)
         plan = build_plan(part, comm.rank, p_vector=picked.p_of(comm.rank), grid=picked.grid)
-        ctx = _assemble(part, comm, plan, picked, choice, asked)
+        ctx = assemble_context(part, comm, plan, picked, choice, asked)
         comm.agree("context", digest_fields(ctx))
     log.info("cp_gdn: %s over %d ranks, exchange %s (%s)", part.layout, comm.size, choice.kind, choice.reason)
     return ctx
 
 
-def _calibration(device: torch.device) -> tuple[Calibration, str]:
+def device_calibration(device: torch.device) -> tuple[Calibration, str]:
     """Constants of the device, and what was assumed about it; asks the driver without a synchronization."""
     if device.type != "cuda":
         return calibration_for("cpu")
@@ -197,10 +197,10 @@ def _calibration(device: torch.device) -> tuple[Calibration, str]:
     return calibration_for(torch.cuda.get_device_name(device), sm_count)
 
 
-def _assemble(
+def assemble_context(
     part: Partition, comm: Comm, plan: Plan, picked: SegmentChoice, choice: Choice, asked: dict[str, Any]
 ) -> Context:
-    """Tables, routes and halo of a plan, uploaded in one copy."""
+    """Tables, routes and halo of a plan, uploaded in one copy; ``asked``: arguments of `build_context`. No message."""
     device, conv = torch.device(asked["device"]), asked["conv"]
     maps = build_maps(plan.segments, grid=bool(plan.grid))
     builders = [HopBuilder(part, plan, maps, reverse=reverse) for reverse in (False, True)]

@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 
 from cp_gdn.calibration import Calibration
-from cp_gdn.makespan import Rows, Table, ceil_div, lpt_makespan, makespan_bound, table_rows
+from cp_gdn.makespan import Row, Rows, Table, ceil_div, lpt_makespan, makespan_bound, table_rows
 
 MAX_SEGMENTS = 64
 """Largest P that is tried."""
@@ -27,6 +27,15 @@ MERGE_ABOVE = 32
 
 Ints = np.ndarray
 """An int64 array."""
+_LONGER_FIRST = np.array([1, 0])
+
+
+def _kind(row: Row) -> tuple[int, ...]:
+    """Chunks (at least 1) and number of such fragments, whether one holds its chain's end and its start, and the folds
+    that pass it: entry states in both directions, composed offsets in either, composed maps."""
+    nc, out, into, count = row
+    return (nc, count, 1 - out, 1 - into, 2 + out + into + out * into) if nc else (1, 0, 1, 1, 0)
+
 
 
 class StepModel:
@@ -38,21 +47,22 @@ class StepModel:
     Attributes:
         lengths, jobs: chunks of an item [R, P, 2J], and how many such items the walks have [3, R, P, 2J].
         walks: lower bounds of the chunks that the busiest SM walks, [3, R, P].
+        segments: how many per head, [3, R, P].
         even: chunks per SM if all were shared evenly, [R, 1].
     """
 
     def __init__(self, tables: Sequence[Rows], heads: int, calibration: Calibration, p: Ints) -> None:
-        self.heads, self.calibration, self.p = heads, calibration, p
+        self.tables, self.heads, self.calibration, self.p = tables, heads, calibration, p
         width = max(1, *map(len, tables))
-        padded = np.array([[*rows, *[(0, 0, 0, 0)] * (width - len(rows))] for rows in tables], dtype=np.int64)
-        nc, self.out, self.into, count = padded.transpose(2, 0, 1)[:, :, None]
-        self.nc, self.count = np.maximum(nc, 1), count * (nc > 0)
-        self.even = ceil_div((nc * count).sum(axis=-1) * heads, calibration.sm_count)
+        kinds = np.array([[*map(_kind, rows), *[_kind((0, 0, 0, 0))] * (width - len(rows))] for rows in tables])
+        self.nc, self.count, self.is_end, self.is_start, self.folds = kinds.transpose(2, 0, 1)[:, :, None]
+        chunks = [sum(nc * count for nc, _, _, count in rows) for rows in tables]
+        self.even = np.array([[-(-n * heads // calibration.sm_count)] for n in chunks])
         self.parts = np.minimum(p[:, None], self.nc)
         lengths, segments = self._segments()
         self.segments = segments.sum(axis=-1)
         run = np.minimum(ceil_div(self.item_target[:, :, None], lengths), segments[0])
-        run = np.maximum(run, 1)
+        np.maximum(run, 1, out=run)
         self.lengths, self.jobs = lengths * run, ceil_div(segments, run) * heads
         self.walks = makespan_bound(self.lengths, self.jobs, calibration.sm_count)
 
@@ -63,20 +73,20 @@ class StepModel:
 
     def _segments(self) -> tuple[Ints, Ints]:
         """Chunks [R, P, 2J] and number per head [3, R, P, 2J] of the segments; of each kind the longer ones first."""
-        base = self.nc // self.parts
-        longer = self.nc - base * self.parts
-        shape = *longer.shape, 2
-        lengths, segments, first = (np.empty(s, dtype=np.int64) for s in (shape, (3, *shape), shape))
-        lengths[..., 0], lengths[..., 1] = base + 1, base
-        walked, summarized, adjoint = segments
-        walked[..., 0], walked[..., 1] = longer, self.parts - longer
+        base, longer = np.divmod(self.nc, self.parts)
+        lengths = base[..., None] + _LONGER_FIRST
+        segments = np.empty((3, *lengths.shape), dtype=np.int64)
+        segments[..., 0], segments[..., 1] = longer, self.parts - longer
         # Nobody needs the offset of a chain's last segment, the adjoint offset of its first, the map of either.
-        first[..., 1] = (longer == 0) * (1 - self.into)
-        first[..., 0] = 1 - self.into - first[..., 1]
-        np.subtract(walked, first, out=adjoint)
-        summarized[..., 0], summarized[..., 1] = longer, walked[..., 1] - (1 - self.out)
-        maps = np.maximum(summarized - first, 0) * (1000 - self.calibration.settings.decayed_permille)
-        summarized += ceil_div(maps, 1000)
+        first = np.empty_like(lengths)
+        np.multiply(longer == 0, self.is_start, out=first[..., 1])
+        np.subtract(self.is_start, first[..., 1], out=first[..., 0])
+        segments[2] -= first
+        segments[1, ..., 1] -= self.is_end
+        maps = np.maximum(segments[1] - first, 0)
+        if self.calibration.settings.decayed_permille:
+            maps = ceil_div(maps * (1000 - self.calibration.settings.decayed_permille), 1000)
+        segments[1] += maps
         segments *= self.count[..., None]
         return lengths.reshape(*longer.shape[:2], -1), segments.reshape(3, *longer.shape[:2], -1)
 
@@ -84,16 +94,15 @@ class StepModel:
     def varying(self) -> dict[str, Ints]:
         """Quantities that depend on P, [R, P], without the walks over all segments."""
         starts = ceil_div(self.segments * self.heads, self.calibration.sm_count)
-        crosses = (
-            np.stack([self.count * self.out, self.count * self.into]).any(axis=-1).sum(axis=0)
-        )  # directions, [R, 1]
+        some = [[row for row in rows if row[0]] for rows in self.tables]
+        crosses = np.array([[any(row[1] for row in rows) + any(row[2] for row in rows)] for rows in some])  # directions
         splits = self.parts[:, :, 0] > 1  # the first fragments have the most chunks
         return {
             # NOTE: summaries count at their bound. Exact makespans, at three times the host time, choose another P for
             # 16 of 270 ranks of bench/plan_census.py and gain at most 0.8 % of a modelled step.
             "walk_summary": self.walks[1],
             "adjoint_summary": self.walks[2],
-            "segment": 3 * starts[0] + starts[1] + starts[2],
+            "segment": starts.sum(axis=0) + 2 * starts[0],
             "fold_hop": self._fold_hops() + crosses,
             # a summary and a fold each way, compositions
             "launch": np.where(splits, 4 + crosses, 2 * crosses),
@@ -102,17 +111,15 @@ class StepModel:
     def _fold_hops(self) -> Ints:
         """Hops in series [R, P]: entry states in both directions, composed offsets in either, composed maps."""
         slots = self.calibration.sm_count * self.calibration.settings.fold_blocks
-        folds = 2 + self.out + self.into + self.out * self.into
-        weights = folds * self.count
-        hops = self.parts - 1
-        even = ceil_div((hops * weights).sum(axis=-1) * (self.heads * FOLD_BLOCKS), slots)
-        serial: Ints = np.maximum((hops * folds * (self.count > 0)).max(axis=-1), even)
+        hops = (self.parts - 1) * self.folds
+        even = ceil_div((hops * self.count).sum(axis=-1) * (self.heads * FOLD_BLOCKS), slots)
+        serial: Ints = np.maximum(hops.max(axis=-1), even)
         return serial
 
     @cached_property
     def fixed(self) -> dict[str, Ints]:
         """Quantities that do not depend on P, [R, 1]."""
-        crossing = (self.count * (self.out + self.into)).sum(axis=-1)
+        crossing = np.array([[sum(count * (out + into) for nc, out, into, count in t if nc)] for t in self.tables])
         return {
             "prepare": 2 * self.even,
             "grad": self.even,

@@ -100,7 +100,7 @@ def build_routes(kind: str, part: Partition, builders: Sequence[HopBuilder], cha
     """Routes of ``kind`` ("none" has none), forward and mirrored."""
     sides = list(zip(builders, chains, strict=True))
     steps = [build_steps(b, c) if kind == "ring" else () for b, c in sides]
-    owners = [build_owner_routes(b, c) if kind == "a2a" else None for b, c in sides]
+    owners = build_owner_routes(part, builders, chains) if kind == "a2a" else (None, None)
     return Routes(
         kind=kind, forward_steps=steps[0], adjoint_steps=steps[1], forward_owner=owners[0], adjoint_owner=owners[1]
     )

@@ -79,7 +79,7 @@ class ListedCuts:
 
     @cached_property
     def _orders(self) -> tuple[ChainOrder, ChainOrder]:
-        return chain_order(self.table), chain_order(self.table, reverse=True)
+        return chain_orders(self.table)
 
     def _places(self, rank: int, order: ChainOrder) -> Places:
         t, mine = self.table, self._rows(rank)
@@ -176,27 +176,44 @@ def linked_table(rank: Ints, columns: tuple[Ints, Ints, Ints], chain: Ints, worl
 
 def chain_order(table: FragmentTable, *, reverse: bool = False) -> ChainOrder:
     """Places of all fragments, for the forward direction or its mirror."""
-    before, after = (table.next, table.prev) if reverse else (table.prev, table.next)
-    order = table.chains[::-1] if reverse else table.chains
-    index, start = np.arange(len(order)), before[order] < 0
-    hop = ~start & (table.rank[before[order]] != table.rank[order])
-    chain_start = np.maximum.accumulate(np.where(start, index, 0))
+    return chain_orders(table)[reverse]
+
+
+def chain_orders(table: FragmentTable) -> tuple[ChainOrder, ChainOrder]:
+    """The same in both directions."""
+    order = table.chains
+    index, rank = np.arange(len(order)), table.rank[order]
+    start, end = table.prev[order] < 0, table.next[order] < 0
+    hop = np.zeros(len(order) + 1, dtype=bool)  # between ranks, into each fragment
+    np.not_equal(rank[1:], rank[:-1], out=hop[1:-1])
+    hop[:-1] &= ~start
+    chain = start.cumsum() - 1
+    first, last = start.nonzero()[0][chain], end.nonzero()[0][chain]
     hops = hop.cumsum()
-    level = hops - hops[chain_start]
-    wave = index - np.maximum.accumulate(np.where(start | hop, index, 0))
-    chain_end = (after[order] < 0).nonzero()[0]
-    leaves = level[chain_end] > 0
+    level = hops[index] - hops[first]
+    last_level = hops[last] - hops[first]
+    into, out_of = start | hop[:-1], end | hop[1:]
+    wave = index - np.maximum.accumulate(np.where(into, index, 0))
+    wave_back = np.minimum.accumulate(np.where(out_of, index, len(order))[::-1])[::-1] - index
 
     def column(values: Ints) -> Ints:
         out = np.zeros(len(table.doc), dtype=values.dtype)
         out[order] = values
         return out
 
-    return ChainOrder(
-        before=before,
-        after=after,
-        position=column(index - chain_start),
-        level=column(level),
-        wave=column(wave),
-        crosses=column(leaves[start.cumsum() - 1]),
+    crosses = column(last_level > 0)
+    forward, mirror = (
+        ChainOrder(
+            before=before,
+            after=after,
+            position=column(position),
+            level=column(level),
+            wave=column(wave),
+            crosses=crosses,
+        )
+        for before, after, position, level, wave in (
+            (table.prev, table.next, index - first, level, wave),
+            (table.next, table.prev, last - index, last_level - level, wave_back),
+        )
     )
+    return forward, mirror

@@ -54,7 +54,7 @@ def needs(kind: str) -> pytest.MarkDecorator:
 KINDS = [
     *(pytest.param(kind, marks=needs(kind)) for kind in CLASSES),
     "fla",
-    "fla, conv bias and beta up to 2",
+    "fla, biases and beta up to 2",
     "fla without an output gate",
 ]
 
@@ -83,15 +83,15 @@ class StandInNorm(nn.Module):
 class StandIn(nn.Module):
     """Made of what flash-linear-attention's layer is made of; its rule is the token recurrence."""
 
-    def __init__(self, *, gate: bool = True, conv_bias: bool = False, allow_neg_eigval: bool = False) -> None:
+    def __init__(self, *, gate: bool = True, bias: bool = False, allow_neg_eigval: bool = False) -> None:
         super().__init__()
         (self.num_heads, self.num_v_heads), (self.head_k_dim, self.head_v_dim) = HEADS, HEAD_DIMS
         self.allow_neg_eigval = allow_neg_eigval
         widths = {"q": HEADS[0] * HEAD_DIMS[0], "k": HEADS[0] * HEAD_DIMS[0], "v": HEADS[1] * HEAD_DIMS[1]}
         for name, width in (widths | {"a": HEADS[1], "b": HEADS[1]}).items():
-            self.add_module(f"{name}_proj", nn.Linear(HIDDEN, width, bias=False))
+            self.add_module(f"{name}_proj", nn.Linear(HIDDEN, width, bias=bias))
         for name, width in widths.items():
-            self.add_module(f"{name}_conv1d", StandInConv(width, conv_bias))
+            self.add_module(f"{name}_conv1d", StandInConv(width, bias))
         if gate:
             self.g_proj = nn.Linear(HIDDEN, widths["v"], bias=False)
         self.o_norm, self.o_proj = StandInNorm(), nn.Linear(widths["v"], HIDDEN, bias=False)
@@ -118,7 +118,7 @@ class StandIn(nn.Module):
 
 STAND_INS: dict[str, dict[str, bool]] = {
     "fla": {},
-    "fla, conv bias and beta up to 2": {"conv_bias": True, "allow_neg_eigval": True},
+    "fla, biases and beta up to 2": {"bias": True, "allow_neg_eigval": True},
     "fla without an output gate": {"gate": False},
 }
 

@@ -47,11 +47,12 @@ def by_documents(bounds: tuple[int, ...]) -> tuple[Tensor, ...]:
     return (o.detach(), *torch.autograd.grad(o, leaves, do))
 
 
+@pytest.mark.parametrize("block_rows", [7, 1024])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("pack", PACKS)
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_gathered_attention_and_its_gradients_are_those_of_each_document_alone(
-    world: int, pack: str, layout: str
+    world: int, pack: str, layout: str, block_rows: int
 ) -> None:
     bounds = PACKS[pack]
     expected = by_documents(bounds)
@@ -60,7 +61,7 @@ def test_gathered_attention_and_its_gradients_are_those_of_each_document_alone(
         held = Seat(comm).packed(bounds, layout=layout)
         q, k, v, do = (x[held.token_ids] for x in draw(bounds[-1]))
         leaves = [x.requires_grad_() for x in (q, k, v)]
-        o = attend(q, k, v, build_tables(held), SCALE)
+        o = attend(q, k, v, build_tables(held, block_rows), SCALE)
         return (held.token_ids, o.detach(), *torch.autograd.grad(o, leaves, do))
 
     for ids, *got in twin(world, of_rank):
@@ -86,9 +87,9 @@ def test_blocks_cover_every_row_once_and_hold_all_that_a_row_may_see(bounds: tup
 
 def test_short_documents_share_blocks_and_distant_pieces_do_not() -> None:
     short = np.arange(5000)
-    assert len(list(cut_blocks(short, short // 4 * 4))) == 5
+    assert len(list(cut_blocks(short, short // 4 * 4, 1024))) == 5
     far = np.concatenate((np.arange(100), np.arange(9000, 9100)))
-    assert [block.rows for block in cut_blocks(far, np.zeros_like(far))] == [slice(0, 100), slice(100, 200)]
+    assert [block.rows for block in cut_blocks(far, np.zeros_like(far), 1024)] == [slice(0, 100), slice(100, 200)]
 
 
 def pack_like(device: str, bounds: tuple[int, ...], rows: int, layout: str, world: int = 2) -> Any:

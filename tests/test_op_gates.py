@@ -86,6 +86,13 @@ def test_one_strong_gate_among_mild_ones_at_any_place_of_a_chunk(value: float, p
     assert_finite_and_right(FP32, with_gate(with_gate(pack_of((140,)), place, value), 64 + place, value))
 
 
+def test_many_resets_in_a_chunk_leave_the_mild_gates_between_them_exact() -> None:
+    """With differences of one cumulative sum each would be rounded like the sum of all resets before it."""
+    pack = pack_of((140,))
+    resets = (torch.arange(140) % 5 == 2)[:, None]
+    assert_finite_and_right(FP32, replace(pack, g=torch.where(resets, RESET, 10 * pack.g)))
+
+
 @pytest.mark.parametrize("exchange", ["ring", "a2a"])
 @pytest.mark.parametrize("value", [RESET, -float("inf")])
 def test_a_full_reset_hides_everything_before_it_from_the_ranks_below(value: float, exchange: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -37,7 +38,9 @@ def exact(pack: Pack) -> dict[str, Tensor]:
 # ---- decay of exactly 1 ----------------------------------------------------------------------------------------------
 
 LONG = 4096
-ROWS = covering({"open": (1.0, 0.5), "beta": (0.0, 1.0, 1.9, 2.0), "keys": (torch.float32, torch.bfloat16)})
+TABLE = {"open": (1.0, 0.5), "beta": (0.0, 1.0, 1.9, 2.0), "keys": (torch.float32, torch.bfloat16)}
+ROWS = covering(TABLE)
+EVERY_ROW = [dict(zip(TABLE, values, strict=True)) for values in product(*TABLE.values())]
 
 
 def open_pack(tokens: int, share: float, beta: float, keys: torch.dtype) -> Pack:
@@ -68,7 +71,7 @@ def maps_of(run: Run, pack: Pack) -> Tensor:
     return torch.cat(twin(run.world, on_rank))
 
 
-@pytest.mark.parametrize("row", ROWS, ids=str)
+@pytest.mark.parametrize("row", EVERY_ROW, ids=str)
 def test_no_map_stretches_a_state(row: dict[str, Any]) -> None:
     pack = open_pack(LONG, row["open"], row["beta"], row["keys"])
     maps = maps_of(replace(FP32, world=4, segments=2), pack)

@@ -6,13 +6,15 @@ offset rows where it continues (a middle), nothing where it ends. Every fragment
 back. Order everywhere: rank, then slot, so that both ends cut their messages alike.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from cp_gdn.chains import Chains, HopBuilder, Hops, hops_by_step
 from cp_gdn.fragments import Ints, runs
-from cp_gdn.listing import ChainOrder, FragmentTable, chain_order
+from cp_gdn.layout import Partition
+from cp_gdn.listing import ChainOrder, FragmentTable, chain_orders
 from cp_gdn.plan import Index, chunk_counts, segment_counts
 
 
@@ -50,44 +52,71 @@ def heads_of(rank: int, world_size: int, num_value_heads: int) -> slice:
     return slice(min(rank * per_rank, num_value_heads), min((rank + 1) * per_rank, num_value_heads))
 
 
-def build_owner_routes(builder: HopBuilder, chains: Chains) -> OwnerRoutes | None:
-    """Routes of one direction; None when no chain of the pack crosses ranks."""
-    part, rank = builder.part, builder.plan.rank
-    if not part.crosses:
-        return None
-    order, table = chain_order(part.table, reverse=builder.reverse), part.table
-    crosses = order.crosses
-    first, last = order.before < 0, order.after < 0
-    heads, middles, asks = (rows.nonzero()[0] for rows in (crosses & first, crosses & ~first & ~last, crosses & ~first))
-    counts = _row_counts(builder, table, middles)
-    hops, num_states = _owner_hops(order, heads, middles, asks, counts, builder.reverse)
-    mine = part.rows(rank)
-    my_crosses, my_first = crosses[mine], first[mine]
-    my_heads, my_asks = (my_crosses & my_first).nonzero()[0], (my_crosses & ~my_first).nonzero()[0]
-    offset_rows, map_rows = _rows_of_middles(builder, (my_crosses & ~my_first & ~last[mine]).nonzero()[0])
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Shared:
+    """What both directions have in common; F rows of the table of all fragments, of which [m] are middles.
 
-    def per_rank(rows: Ints, weights: Ints | None = None) -> tuple[int, ...]:
-        counted = np.bincount(table.rank[rows], weights, part.world_size)
+    Attributes:
+        table, orders: see `listing`.
+        middles: rows that are no end of their chain, [m]. shipped: map rows that each of them ships, [m].
+        first_row: [F] the first of a middle's rows, -1 elsewhere.
+    """
+
+    table: FragmentTable
+    orders: tuple[ChainOrder, ChainOrder]
+    middles: Ints
+    shipped: Ints
+    first_row: Ints
+
+    def per_rank(self, rows: Ints, weights: Ints | None = None) -> tuple[int, ...]:
+        counted = np.bincount(self.table.rank[rows], weights, len(self.table.starts) - 1)
         return tuple(counted.astype(np.int64).tolist())
 
+
+def build_owner_routes(
+    part: Partition, builders: Sequence[HopBuilder], chains: Sequence[Chains]
+) -> tuple[OwnerRoutes | None, OwnerRoutes | None]:
+    """Routes of both directions; None when no chain of the pack crosses ranks."""
+    if not part.crosses:
+        return None, None
+    table, grid = part.table, builders[0].plan.grid
+    orders = chain_orders(table)
+    middles = (orders[0].crosses & (table.prev >= 0) & (table.next >= 0)).nonzero()[0]
+    shipped = np.ones(len(middles), dtype=np.int64)  # one composed map, or in grid mode one per segment
+    if grid:
+        shipped = segment_counts(chunk_counts(table.offset[middles], table.length[middles]), 0, grid)
+    first_row = np.full(len(table.doc), -1, dtype=np.int64)
+    first_row[middles] = shipped.cumsum() - shipped
+    shared = _Shared(
+        table=table,
+        orders=orders,
+        middles=middles,
+        shipped=shipped,
+        first_row=first_row,
+    )
+    forward, adjoint = (_routes(shared, b, c) for b, c in zip(builders, chains, strict=True))
+    return forward, adjoint
+
+
+def _routes(shared: _Shared, builder: HopBuilder, chains: Chains) -> OwnerRoutes:
+    order, places = shared.orders[builder.reverse], builder.places
+    first = order.before < 0
+    heads, asks = (order.crosses & first).nonzero()[0], (order.crosses & ~first).nonzero()[0]
+    hops, num_states = _owner_hops(shared, builder, heads, asks)
+    follows = places.before >= 0
+    my_heads, my_asks = (places.crosses & ~follows).nonzero()[0], (places.crosses & follows).nonzero()[0]
+    offset_rows, map_rows = _rows_of_middles(builder, my_asks[places.after[my_asks] >= 0])
     return OwnerRoutes(
         head_states=chains.exit_state[my_heads],
         offset_rows=offset_rows,
         map_rows=map_rows,
         replies=builder.segment(my_asks, 0),
-        num_heads=per_rank(heads),
-        num_rows=per_rank(middles, counts),
-        num_replies=per_rank(asks),
+        num_heads=shared.per_rank(heads),
+        num_rows=shared.per_rank(shared.middles, shared.shipped),
+        num_replies=shared.per_rank(asks),
         hops=hops,
         num_states=num_states,
     )
-
-
-def _row_counts(builder: HopBuilder, table: FragmentTable, rows: Ints) -> Ints:
-    """Map rows that each fragment ships: one composed map, or in grid mode one per segment."""
-    if not builder.plan.grid:
-        return np.ones(len(rows), dtype=np.int64)
-    return segment_counts(chunk_counts(table.offset[rows], table.length[rows]), 0, builder.plan.grid)
 
 
 def _rows_of_middles(builder: HopBuilder, slots: Ints) -> tuple[Ints, Ints]:
@@ -102,27 +131,28 @@ def _rows_of_middles(builder: HopBuilder, slots: Ints) -> tuple[Ints, Ints]:
     return builder.row_of_segment[passed], builder.maps.of_segment[forward]
 
 
-def _owner_hops(
-    order: ChainOrder, heads: Ints, middles: Ints, asks: Ints, counts: Ints, reverse: bool
-) -> tuple[Hops, int]:
+def _owner_hops(shared: _Shared, builder: HopBuilder, heads: Ints, asks: Ints) -> tuple[Hops, int]:
     """Entry states of all chains, position after position, row by row where a fragment ships several."""
-    head_row, first_row, row_count, reply = (np.full(len(order.before), -1, dtype=np.int64) for _ in range(4))
+    order = shared.orders[builder.reverse]
+    head_row, reply = np.full((2, len(order.before)), -1, dtype=np.int64)
     head_row[heads], reply[asks] = np.arange(len(heads)), np.arange(len(asks))
-    first_row[middles], row_count[middles] = np.cumsum(counts) - counts, counts
     source, position = order.before[asks], order.position[asks]
     starts = position == 1  # the fragment before is a chain start, whose exit state came as a head
-    passed = np.where(starts, 1, row_count[source])
-    passing = np.where(
-        passed > 1, len(asks) + np.cumsum(passed > 1) - 1, -1
-    )  # scratch between the rows of one fragment
+    entry, row = reply[source], shared.first_row[source]
+    offset_row = np.where(starts, head_row[source], len(heads) + row)
+    if not builder.plan.grid:
+        return hops_by_step(position, starts, reply[asks], entry, offset_row, row), len(asks)
+    shipped = np.ones(len(order.before), dtype=np.int64)
+    shipped[shared.middles] = shared.shipped
+    passed = shipped[source]
+    passing = len(asks) + (passed > 1).cumsum() - 1  # scratch between the rows of one fragment
     ask, k = runs(passed)
-    row, last = first_row[source][ask], k + 1 == passed[ask]
     hops = hops_by_step(
         position[ask] * (int(passed.max()) + 1) + k,
         starts[ask],
-        np.where(last, reply[asks][ask], passing[ask]),
-        np.where(k > 0, passing[ask], reply[source][ask]),
-        np.where(starts[ask], head_row[source][ask], len(heads) + row + k),
-        row + (passed[ask] - 1 - k if reverse else k),
+        np.where(k + 1 == passed[ask], reply[asks][ask], passing[ask]),
+        np.where(k > 0, passing[ask], entry[ask]),
+        offset_row[ask] + k,
+        row[ask] + (passed[ask] - 1 - k if builder.reverse else k),
     )
-    return hops, len(asks) + int((passed > 1).sum())
+    return hops, len(asks) + int(np.count_nonzero(passed > 1))

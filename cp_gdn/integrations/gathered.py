@@ -54,8 +54,8 @@ class Tables:
         return (keys >= since) & (keys <= upto)
 
 
-def build_tables(pack: Pack) -> Tables:
-    """The tables of a pack, on its device."""
+def build_tables(pack: Pack, block_rows: int = BLOCK_ROWS) -> Tables:
+    """The tables of a pack, on its device, with blocks of at most `block_rows` rows."""
     part, rank = pack.partition, pack.comm.rank
     ids = part.token_ids(rank)
     starts = ids - part.positions(rank)
@@ -68,11 +68,11 @@ def build_tables(pack: Pack) -> Tables:
         rank_order=rank_order,
         token_ids=token_ids,
         doc_starts=doc_starts,
-        blocks=tuple(cut_blocks(ids, starts)),
+        blocks=tuple(cut_blocks(ids, starts, block_rows)),
     )
 
 
-def cut_blocks(ids: np.ndarray, starts: np.ndarray, limit: int = BLOCK_ROWS) -> Iterator[Block]:
+def cut_blocks(ids: np.ndarray, starts: np.ndarray, limit: int) -> Iterator[Block]:
     """Blocks of at most `limit` rows, cut where tokens lie more than that apart. ids, starts: int64 [T].
 
     Short documents share a block; a gap inside one costs at most `limit` keys that nobody looks at.

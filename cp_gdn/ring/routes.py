@@ -2,9 +2,7 @@
 
 from dataclasses import dataclass
 
-import numpy as np
-
-from cp_gdn.chains import NO_HOPS, Chains, HopBuilder, Hops
+from cp_gdn.chains import NO_HOPS, Chains, HopBuilder, Hops, groups
 from cp_gdn.fragments import Ints
 from cp_gdn.plan import Index
 
@@ -39,27 +37,28 @@ def build_steps(builder: HopBuilder, chains: Chains) -> tuple[RingStep, ...]:
     """One step per level from 0 to the last in which this rank takes part: level t follows t hops between ranks."""
     places, rank = builder.places, builder.plan.rank
     slots = places.crosses.nonzero()[0]
-    level, before, after = places.level[slots], places.before[slots], places.after[slots]
-    steps = [IDLE] * (int(level.max(initial=-1)) + 1)
-    for t in np.flatnonzero(np.bincount(level)).tolist():
-        here = level == t
-        enters = slots[here & (before >= 0) & (before != rank)]
-        leaves = slots[here & (after >= 0) & (after != rank)]
-        passes = slots[here & (before >= 0) & (after >= 0)]  # chain starts were stepped before the exchange began
-        steps[t] = RingStep(
-            receives=_parcels(builder, places.before[enters], enters, builder.segment(enters, 0)),
-            hops=builder.exits(passes, places.wave[passes]),
-            sends=_parcels(builder, places.after[leaves], leaves, chains.exit_state[leaves]),
-        )
+    before, after = places.before[slots], places.after[slots]
+    enters = slots[(before >= 0) & (before != rank)]
+    leaves = slots[(after >= 0) & (after != rank)]
+    receives = _parcels(builder, places.before[enters], enters, builder.segment(enters, 0))
+    sends = _parcels(builder, places.after[leaves], leaves, chains.exit_state[leaves])
+    # chain starts were stepped before the exchange began
+    hops = builder.exits_by_level(slots[(before >= 0) & (after >= 0)])
+    steps = [IDLE] * (max((*receives, *sends, *hops), default=-1) + 1)
+    for t in {*receives, *sends, *hops}:
+        steps[t] = RingStep(receives=receives.get(t, ()), hops=hops.get(t, NO_HOPS), sends=sends.get(t, ()))
     return tuple(steps)
 
 
-def _parcels(builder: HopBuilder, peers: Ints, slots: Ints, states: Ints) -> tuple[Parcel, ...]:
-    """One parcel per peer, ordered by document: a document has one state per level and pair of ranks."""
-    if not len(peers):
-        return ()
-    order = (peers * len(builder.part.doc_bounds) + builder.plan.fragments.doc[slots]).argsort(kind="stable")
-    states, peers = states[order], peers[order]
-    cuts = (np.flatnonzero(peers[1:] != peers[:-1]) + 1).tolist()
-    edges = zip([0, *cuts], [*cuts, len(peers)], strict=True)
-    return tuple(Parcel(peer=int(peers[a]), states=states[a:b], count=b - a) for a, b in edges)
+def _parcels(builder: HopBuilder, peers: Ints, slots: Ints, states: Ints) -> dict[int, tuple[Parcel, ...]]:
+    """By level one parcel per peer, ordered by document: a document has one state per level and pair of ranks."""
+    world, docs = builder.part.world_size, builder.part.num_docs
+    key = builder.places.level[slots] * world + peers
+    order = (key * docs + builder.plan.fragments.doc[slots]).argsort(kind="stable")
+    states = states[order]
+    found, cuts = groups(key[order])
+    parcels: dict[int, tuple[Parcel, ...]] = {}
+    for pair, a, b in zip(found, cuts, cuts[1:], strict=False):
+        level, peer = divmod(pair, world)
+        parcels[level] = (*parcels.get(level, ()), Parcel(peer=peer, states=states[a:b], count=b - a))
+    return parcels

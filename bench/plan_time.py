@@ -1,0 +1,173 @@
+"""Time what a rank does on the host before the first step on a new pack: partition, segments, plan and tables.
+
+    python bench/plan_time.py [--world 4,16] [--heads 2,6 --heads 16,48] [--documents 1,4,12,24] [--repeats 50]
+                              [--layout zigzag ...] [--device cpu] [--conv 4] [--scale] [--json] [--out FILE.json]
+
+Every repeat starts from a list of boundaries. The agreement through the store is not in it: it waits for the slowest
+rank. `--scale` adds 5,000 documents and W = 1024 with 64 M tokens in 10,000 documents. With a CPU as device, tables
+with an entry per token count only where a user may read them; on a GPU all are kernels in the stream.
+"""
+
+import argparse
+import datetime
+import json
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import cp_gdn
+from cp_gdn.backends.precision import state_dtype
+from cp_gdn.context import Context, assemble_context, device_calibration
+from cp_gdn.exchange import Sizes, choose
+from cp_gdn.plan import build_plan
+from cp_gdn.segments import resolve_segments
+
+LAYOUTS = ("contiguous", "zigzag", "zigzag_per_document")
+TOKENS = 261_987
+STAGES = ("partition", "segments", "plan_tables", "total")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seat:
+    """All that preparation asks a `Comm` for."""
+
+    rank: int
+    size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One row. The middle rank is timed: it has a neighbour on either side."""
+
+    tokens: int
+    documents: int
+    world: int
+    layout: str
+    heads: tuple[int, int]
+
+    def bounds(self) -> list[int]:
+        cuts = np.random.default_rng(self.documents).choice(self.tokens - 1, self.documents - 1, replace=False) + 1
+        return [0, *np.sort(cuts).tolist(), self.tokens]
+
+
+def prepare(case: Case, bounds: list[int], device: torch.device, conv: tuple[int, int] | None) -> tuple[Context, Any]:
+    """One rank's context, and seconds by stage."""
+    seat = Seat(rank=case.world // 2, size=case.world)
+    asked = {"device": device, "heads": case.heads, "head_dims": (128, 128), "dtype": torch.bfloat16, "conv": conv}
+    asked |= {"backend": "auto", "options": cp_gdn.Options()}
+    times = [time.perf_counter()]
+    part = cp_gdn.partition(bounds, case.world, case.layout)
+    times.append(time.perf_counter())
+    calibration, note = device_calibration(device)
+    picked = resolve_segments("auto", part, case.heads[1], calibration, note)
+    p = picked.p_of(seat.rank)
+    sizes = Sizes.of(case.heads[1], (128, 128), state_dtype(torch.bfloat16).itemsize)
+    choice = choose("auto", part, sizes, calibration.times, grid=False)
+    times.append(time.perf_counter())
+    plan = build_plan(part, seat.rank, p_vector=p)
+    ctx = assemble_context(part, seat, plan, picked, choice, asked)  # type: ignore[arg-type]
+    times.append(time.perf_counter())
+    parts = [b - a for a, b in pairwise(times)]
+    return ctx, dict(zip(STAGES, (*parts, times[-1] - times[0]), strict=True))
+
+
+def row(case: Case, args: argparse.Namespace) -> dict[str, Any]:
+    """Medians in microseconds of the stages, and the least and the most of each."""
+    bounds, device = case.bounds(), torch.device(args.device)
+    conv = (2 * case.heads[0] * 128 + case.heads[1] * 128, args.conv) if args.conv else None
+    prepare(case, bounds, device, conv)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    runs = [prepare(case, bounds, device, conv) for _ in range(args.repeats)]
+    ctx, _ = runs[-1]
+    found: dict[str, Any] = {
+        "shape": f"1x{case.tokens}",
+        "documents": case.documents,
+        "world": case.world,
+        "layout": case.layout,
+        "heads": f"{case.heads[0]},{case.heads[1]}",
+        "exchange": ctx.exchange,
+        "p": ctx.plan.p,
+        "segments": len(ctx.plan.segments),
+        "repeats": args.repeats,
+    }
+    for stage in STAGES:
+        us = [1e6 * seconds[stage] for _, seconds in runs]
+        found[f"{stage}_us"] = round(statistics.median(us), 1)
+        found[f"{stage}_us_spread"] = [round(min(us), 1), round(max(us), 1)]
+    return found
+
+
+def cases(args: argparse.Namespace) -> Iterator[Case]:
+    for world in args.world:
+        for heads in args.heads or [(2, 6), (16, 48)]:
+            for layout in args.layout or LAYOUTS:
+                for documents in args.documents:
+                    yield Case(tokens=TOKENS, documents=documents, world=world, layout=layout, heads=heads)
+    if args.scale:
+        for layout in args.layout or LAYOUTS:
+            yield Case(tokens=TOKENS, documents=5_000, world=4, layout=layout, heads=(16, 48))
+            yield Case(tokens=64_000_000, documents=10_000, world=1024, layout=layout, heads=(16, 48))
+
+
+def print_row(found: dict[str, Any]) -> None:
+    times = "".join(f"{found[f'{stage}_us']:12.0f}" for stage in STAGES)
+    shape = f"{found['world']:5} {found['layout']:19} {found['heads']:>5} {found['documents']:9} {found['exchange']:>5}"
+    print(f"{shape} {found['p']:3}{times}  {found['total_us_spread'][0]:8.0f} to {found['total_us_spread'][1]:.0f}")
+
+
+def result(rows: list[dict[str, Any]], device: str) -> dict[str, Any]:
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
+    name = torch.cuda.get_device_name() if device.startswith("cuda") else f"{platform.machine()} CPU"
+    return {
+        "device": f"{name}, 1 host thread",
+        "versions": {"torch": torch.__version__, "numpy": np.__version__, "cp_gdn": cp_gdn.__version__},
+        "commit": commit.strip(),
+        "date": datetime.date.today().isoformat(),
+        "rows": rows,
+    }
+
+
+def ints(text: str) -> list[int]:
+    return [int(n) for n in text.split(",")]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--world", type=ints, default=[4, 16])
+    parser.add_argument("--heads", type=lambda text: tuple(ints(text)), action="append", help="H,HV; may be repeated")
+    parser.add_argument("--documents", type=ints, default=[1, 4, 12, 24])
+    parser.add_argument("--layout", action="append", choices=LAYOUTS)
+    parser.add_argument("--repeats", type=int, default=50)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--conv", type=int, default=0, metavar="WIDTH", help="with the halo of a convolution")
+    parser.add_argument("--scale", action="store_true", help="thousands of documents, and a thousand ranks, too")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    if not args.json:
+        print("world layout              heads documents  exch   P   partition    segments plan_tables       total us")
+    rows = []
+    for case in cases(args):
+        rows.append(row(case, args))
+        if not args.json:
+            print_row(rows[-1])
+    text = json.dumps(result(rows, args.device), indent=1)
+    if args.json:
+        print(text)
+    if args.out:
+        args.out.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
