@@ -37,7 +37,6 @@ def _kind(row: Row) -> tuple[int, ...]:
     return (nc, count, 1 - out, 1 - into, 2 + out + into + out * into) if nc else (1, 0, 1, 1, 0)
 
 
-
 class StepModel:
     """Quantities of several ranks at several P at once.
 
