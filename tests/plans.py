@@ -77,7 +77,7 @@ def drawn_plans(
     lengths = draw(st.lists(st.integers(0, longest), max_size=most_docs))
     bounds = [0, *np.cumsum(lengths).tolist()]
     world, layout = draw(st.integers(1, 8)), draw(st.sampled_from(layouts))
-    grid = draw(st.sampled_from((0, 0, 1, 2)))
+    grid = draw(st.sampled_from((0, 0, 1, 3)))
     align = 64 * grid if grid else 1
     if layout == "explicit":
         part = partition(bounds, world, align=align, fragments=explicit_pieces(draw, lengths, world, 4))

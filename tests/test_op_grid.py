@@ -16,9 +16,11 @@ from tests.pack import assemble, assert_close, context_of, differences, expected
 from tests.test_layer import Outcome, make_layer, split
 
 GRID_PACK = (300, 0, 65, 130)
+UNEVEN = (250, 0, 65, 430)
+"""4 and 7 chunks: borders every 3 chunks are not those of near-equal parts."""
 CONTENTS = [
     (Content(pack=GRID_PACK, gate="model"), "grid:1", torch.float32),
-    (Content(pack=GRID_PACK, gate="slow", heads=(2, 6), head_dims=(5, 7), beta=1.9), "grid:2", torch.float32),
+    (Content(pack=UNEVEN, gate="slow", heads=(2, 6), head_dims=(5, 7), beta=1.9), "grid:3", torch.float32),
     (Content(pack=GRID_PACK, gate="one reset", inputs=torch.bfloat16, l2norm=True), "grid:1", torch.bfloat16),
     (Content(pack="on the grid", gate="none", heads=(1, 1), head_dims=(48, 8)), "grid:1", torch.float64),
 ]

@@ -44,14 +44,14 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 def trained_together(world: int) -> list[dict[str, Run]]:
     """All cases of this many ranks, in one go: what each rank has."""
     names = [name for name, case in CASES.items() if case.world == world]
-    runs = pool.run(world, together, [CASES[name] for name in names], timeout=150)
+    runs = pool.run(world, together, [CASES[name] for name in names], timeout=300)
     return [dict(zip(names, of_rank, strict=True)) for of_rank in runs]
 
 
 @cache
 def trained_alone(name: str) -> Run:
     case = CASES[name]
-    (run,) = pool.run(1, alone, case, timeout=90)
+    (run,) = pool.run(1, alone, case, timeout=180)
     return run
 
 
@@ -88,7 +88,7 @@ def test_rank_0_logs_what_was_taken_over_and_why_attention_runs_as_it_does() -> 
 
 @cache
 def all_refused() -> list[list[tuple[str, str]]]:
-    return pool.run(2, refused, timeout=150)
+    return pool.run(2, refused, timeout=300)
 
 
 @pytest.mark.parametrize("number", range(len(REFUSALS)), ids=[function.__name__ for function, _, _ in REFUSALS])
@@ -107,7 +107,7 @@ def test_after_disable_whole_batches_train_as_before_and_nothing_is_left_behind(
 
 
 def test_mixed_precision_trains_in_bf16_and_keeps_fp32_weights_and_gradients() -> None:
-    (got, *_), want = pool.run(2, together, [Case(precision="bf16")], timeout=90)[0], trained_alone("a row")
+    (got, *_), want = pool.run(2, together, [Case(precision="bf16")], timeout=180)[0], trained_alone("a row")
     assert got.losses == pytest.approx(want.losses, rel=1e-2)
     assert {x.dtype for x in (*got.grads.values(), *got.weights.values())} == {torch.float32}
 
@@ -116,16 +116,16 @@ def test_mixed_precision_trains_in_bf16_and_keeps_fp32_weights_and_gradients() -
 
 
 def test_trainer_trains_and_evaluates_as_on_one_process(tmp_path: Path) -> None:
-    (want,) = pool.run(1, trained, str(tmp_path), False, timeout=90)
-    for got in pool.run(2, trained, str(tmp_path), False, timeout=90):
+    (want,) = pool.run(1, trained, str(tmp_path), False, timeout=180)
+    for got in pool.run(2, trained, str(tmp_path), False, timeout=180):
         assert got["losses"] == pytest.approx(want["losses"], rel=LIMIT)
         assert got["evaluated"] == pytest.approx(want["evaluated"], rel=LIMIT)
         assert_same(got["weights"], want["weights"])
 
 
 def test_trainer_keeps_packed_documents_apart(tmp_path: Path) -> None:
-    first, second = pool.run(2, trained, str(tmp_path), True, timeout=90)
-    (want,) = pool.run(1, packed_alone, first["seen"], timeout=90)
+    first, second = pool.run(2, trained, str(tmp_path), True, timeout=180)
+    (want,) = pool.run(1, packed_alone, first["seen"], timeout=180)
     for got in (first, second):
         assert got["losses"] == pytest.approx(want.losses, rel=LIMIT)
         assert_same(got["weights"], want.weights)
@@ -134,7 +134,7 @@ def test_trainer_keeps_packed_documents_apart(tmp_path: Path) -> None:
 def test_a_script_that_knows_nothing_of_us_trains_under_run_with_options_from_the_environment(tmp_path: Path) -> None:
     script, out = Path(__file__).with_name("script_of_somebody.py"), tmp_path / "losses.json"
     call = [str(script), str(out)]
-    first, _ = pool.run(2, scripts, Case(), [call], {"CP_GDN_EXCHANGE": "a2a"}, timeout=90)
+    first, _ = pool.run(2, scripts, Case(), [call], {"CP_GDN_EXCHANGE": "a2a"}, timeout=180)
     assert json.loads(out.read_text()) == pytest.approx(trained_alone("a row").losses, rel=LIMIT)
     assert any("exchange=a2a (CP_GDN_EXCHANGE)" in line for line in first)
 
@@ -150,10 +150,10 @@ def metrics(folder: Path) -> dict[str, float]:
 
 def test_what_the_loop_example_saved_on_four_ranks_goes_on_with_another_split_and_loads_on_one(tmp_path: Path) -> None:
     call = [str(EXAMPLES / "finetune_hf.py"), *SMALL, "--rows", "2"]
-    pool.run(4, scripts, Case(cp=4), [[*call, "--save-every", "2", "--out", str(tmp_path / "four")]], {}, timeout=150)
+    pool.run(4, scripts, Case(cp=4), [[*call, "--save-every", "2", "--out", str(tmp_path / "four")]], {}, timeout=300)
     again = [*call, "--resume", str(tmp_path / "four" / "step-2"), "--out", str(tmp_path / "two")]
-    pool.run(2, scripts, Case(dp=2, cp=1), [again], {}, timeout=90)
-    (alone_loss,) = pool.run(1, held_out_loss, call[1:], str(tmp_path / "four" / "model"), timeout=90)
+    pool.run(2, scripts, Case(dp=2, cp=1), [again], {}, timeout=180)
+    (alone_loss,) = pool.run(1, held_out_loss, call[1:], str(tmp_path / "four" / "model"), timeout=180)
     saved = metrics(tmp_path / "four")["eval_loss"]
     assert saved == pytest.approx(metrics(tmp_path / "two")["eval_loss"], rel=LIMIT)
     assert saved == pytest.approx(alone_loss, rel=LIMIT)
@@ -161,5 +161,5 @@ def test_what_the_loop_example_saved_on_four_ranks_goes_on_with_another_split_an
 
 def test_the_trainer_example_trains_packed_rows_on_two_ranks(tmp_path: Path) -> None:
     call = [str(EXAMPLES / "finetune_trainer.py"), *SMALL, "--packed", "--out", str(tmp_path)]
-    pool.run(2, scripts, Case(), [call], {}, timeout=90)
+    pool.run(2, scripts, Case(), [call], {}, timeout=180)
     assert metrics(tmp_path)["eval_loss"] < 5.5

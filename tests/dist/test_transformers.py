@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
@@ -127,6 +127,7 @@ def under_fsdp(rank: int, world: int, kind: str) -> tuple[Tensor, Outcome]:
     model, batch = Blocks(kind), BATCHES["packed"]
     keys, names = list(model.state_dict()), [name for name, _ in model.named_parameters()]
     takeover = take_over(model, comm)
+    inner = fully_shard(model[1].linear_attn, mesh=mesh)  # its class gets one on top of ours
     for index, block in enumerate(model):
         model[index] = checkpoint_wrapper(block)
         fully_shard(model[index], mesh=mesh)
@@ -142,6 +143,7 @@ def under_fsdp(rank: int, world: int, kind: str) -> tuple[Tensor, Outcome]:
     with unsharded(model):
         want = model(rows)
     takeover.disable()
+    assert isinstance(inner, FSDPModule)
     assert torch.equal(model(rows), want)
     comm.close()
     return pack.token_ids, result
