@@ -4,8 +4,8 @@
                               [--layout zigzag ...] [--device cpu] [--conv 4] [--scale] [--json] [--out FILE.json]
 
 Every repeat starts from a list of boundaries. The agreement through the store is not in it: it waits for the slowest
-rank. `--scale` adds 5,000 documents and W = 1024 with 64 M tokens in 10,000 documents. With a CPU as device, tables
-with an entry per token count only where a user may read them; on a GPU all are kernels in the stream.
+rank. `--scale` adds 5,000 documents and W = 1024 with 64 M tokens in 10,000 documents. Tables with an entry per token
+are in it on a GPU, as kernels in the stream; on a CPU they are made when they are first used.
 """
 
 import argparse

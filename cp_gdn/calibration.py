@@ -29,7 +29,7 @@ class Times:
         walk_output, walk_states, walk_adjoint: the walks that emit o, S and Vn, dS and dV.
         walk_summary: the walk for B, and again for M. adjoint_summary: the adjoint walk for the offset alone.
         segment: start and end of a segment on its SM. fold_hop: one hop of a fold or of a composition.
-        launch: one kernel launch. exchange: one message hop. link_mib: one MiB on the link.
+        launch: one kernel launch. exchange: one message hop. collective: one all-to-all. link_mib: one MiB on the link.
     """
 
     prepare: int
@@ -43,6 +43,7 @@ class Times:
     fold_hop: int
     launch: int
     exchange: int
+    collective: int
     link_mib: int
 
 
@@ -97,8 +98,9 @@ H200_MODEL = Calibration(
         segment=3000,  # 64 KiB of entry state at 32 KB/us, and filling the pipeline
         fold_hop=1100,
         launch=6400,  # measured: 6.0-6.4 us of host time
-        exchange=60_000,  # measured: 30-90 us whatever the size up to 12 MiB
-        link_mib=3500,  # measured: 64 MiB in 0.14-0.37 ms
+        exchange=40_000,  # measured over NVLink: 30-90 us whatever the size up to 12 MiB
+        collective=60_000,
+        link_mib=5243,  # 200 GB/s; measured: 64 MiB in 0.14-0.37 ms
     ),
 )
 KNOWN = (H200_MODEL,)

@@ -10,16 +10,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cp_gdn.fragments import Ints, Places, runs
+from cp_gdn.fragments import Ints, Places, runs, unset
 from cp_gdn.layout import Partition
 from cp_gdn.listing import ChainOrder as ChainOrder
 from cp_gdn.listing import chain_order as chain_order
-from cp_gdn.plan import Index, Plan, Segments
-
-NONE = np.zeros(0, dtype=np.int64)
+from cp_gdn.plan import NONE, Index, Plan, Segments
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Hops:
     """Hops, step after step; those of one step may be taken at once.
 
@@ -48,12 +46,21 @@ def hops_by_step(step: Ints, starts: Ints, *columns: Ints) -> Hops:
 
 def hops_by_level(level: Ints, step: Ints, starts: Ints, *columns: Ints) -> dict[int, Hops]:
     """The same for each level that has hops, of ``level`` [hops]."""
-    order = level.argsort(kind="stable")
-    found, cuts = groups(level[order])
-    sorted_columns = [column[order] for column in (step, starts, *columns)]
+    key = 2 * step + ~starts
+    span = int(key.max()) + 1
+    key = level * span + key
+    order = key.argsort(kind="stable")
+    table = np.array(columns)[:, order]
+    steps: dict[int, list[tuple[int, bool]]] = {}
+    first: dict[int, int] = {}
+    runs_of_keys, cuts = groups(key[order])
+    for run, a, b in zip(runs_of_keys, cuts, cuts[1:], strict=False):
+        at, kind = divmod(run, span)
+        first.setdefault(at, a)
+        steps.setdefault(at, []).append((b - a, kind % 2 == 0))
+    ends = [*first.values(), len(level)][1:]
     return {
-        key: hops_by_step(*(column[a:b] for column in sorted_columns))
-        for key, a, b in zip(found, cuts, cuts[1:], strict=False)
+        at: Hops(table=table[:, a:b], steps=tuple(steps[at])) for (at, a), b in zip(first.items(), ends, strict=True)
     }
 
 
@@ -63,6 +70,11 @@ def groups(keys: Ints) -> tuple[list[int], list[int]]:
     np.not_equal(keys[1:], keys[:-1], out=first[1:])
     starts = first.nonzero()[0]
     return keys[starts].tolist(), [*starts.tolist(), len(keys)]
+
+
+def _plain_steps(k: Ints) -> tuple[tuple[int, bool], ...]:
+    """Steps of hops that stand in the order of k, none of them a chain start."""
+    return tuple((n, False) for n in np.bincount(k).tolist())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,7 +104,7 @@ def build_maps(segments: Segments, *, grid: bool) -> Maps:
     ids = needed.nonzero()[0]
     of_segment = np.where(needed, needed.cumsum() - 1, -1)
     first, count = segments.of_slot[:-1], segments.per_slot
-    of_slot = np.full(len(count), -1, dtype=np.int64)
+    of_slot = unset(len(count))
     filled = count.nonzero()[0]
     inside = segments.has_prev[first[filled]] & segments.has_next[segments.of_slot[1:][filled] - 1]
     whole = filled[inside]
@@ -101,11 +113,12 @@ def build_maps(segments: Segments, *, grid: bool) -> Maps:
     of_slot[several] = len(ids) + np.arange(len(several))
     compose = NO_HOPS
     if len(several):
-        owner, k = runs(count[several] - 1)
-        slots = several[owner]
+        composed = np.zeros(len(count), dtype=bool)
+        composed[several] = True
+        k, slots = (x[composed[segments.joints[1]]] for x in segments.joints)
         src = np.where(k > 0, of_slot[slots], of_segment[first[slots]])
         rows = of_segment[first[slots] + k + 1]
-        compose = hops_by_step(k, np.zeros(len(k), dtype=bool), of_slot[slots], src, rows, rows)
+        compose = Hops(table=np.array((of_slot[slots], src, rows, rows)), steps=_plain_steps(k))
     return Maps(
         segments=ids,
         needed=needed,
@@ -156,7 +169,7 @@ class HopBuilder:
         self.summarized = has_after.nonzero()[0]
         self.row_of_segment = np.where(has_after, has_after.cumsum() - 1, -1)
         self.has_after_slot = self.places.after >= 0
-        self.row_of_slot = np.full(len(self.count), -1, dtype=np.int64)
+        self.row_of_slot = unset(len(self.count))
         leaving = self.has_after_slot.nonzero()[0]
         self.row_of_slot[leaving] = self.row_of_segment[self.segment(leaving, 0)]
         self.several = NONE if plan.grid else leaving[self.count[leaving] > 1]
@@ -174,7 +187,7 @@ class HopBuilder:
 
     def _exit_states(self, leaving: Ints) -> Ints:
         """A successor on the same rank is entered directly, any other through the outbox."""
-        out = np.full(len(self.count), -1, dtype=np.int64)
+        out = unset(len(self.count))
         far = self.places.after[leaving] != self.plan.rank
         out[leaving] = len(self.segments) + far.cumsum() - 1
         near = leaving[~far]
@@ -186,12 +199,17 @@ class HopBuilder:
         """Offsets of fragments with several segments, in the order in which a state would pass them."""
         if not len(self.several):
             return NO_HOPS
-        owner, k = runs(self.count[self.several] - 1)
-        slots = self.several[owner]
+        k, slots = self._joints(self.has_after_slot)
         ids, dst = self.segment(slots, k + 1), self.row_of_slot[slots]
         src = np.where(k > 0, dst, self.row_of_segment[self.segment(slots, 0)])
-        never = np.zeros(len(k), dtype=bool)
-        return hops_by_step(k, never, dst, src, self.row_of_segment[ids], self.maps.of_segment[ids])
+        columns = dst, src, self.row_of_segment[ids], self.maps.of_segment[ids]
+        return Hops(table=np.array(columns), steps=_plain_steps(k))
+
+    def _joints(self, chosen: Ints) -> tuple[Ints, Ints]:
+        """`Segments.joints` of the fragments of a mask."""
+        k, slots = self.segments.joints
+        keep = chosen[slots]
+        return k[keep], slots[keep]
 
     def exits(self, slots: Ints, wave: Ints) -> Hops:
         """Each fragment's exit from its entry, wave after wave: through its composed map, or in grid mode through every
@@ -220,17 +238,22 @@ class HopBuilder:
         step = wave[owner] * (int(count.max()) + 1) + k
         return owner, step, starts[owner] & (k == 0), dst, ids, self.row_of_segment[ids], self.maps.of_segment[ids]
 
-    def inner(self, slots: Ints) -> Hops:
-        """From the entry of each fragment to the entries of its later segments."""
-        slots = slots[self.count[slots] > 1]
-        if not len(slots):
+    def inner(self, chosen: Ints) -> Hops:
+        """From the entry of each fragment of a mask to the entries of its later segments."""
+        k, slots = self._joints(chosen)
+        if not len(k):
             return NO_HOPS
-        owner, k = runs(self.count[slots] - 1)
-        slots = slots[owner]
         ids = self.segment(slots, k)
-        starts = (self.places.before[slots] < 0) & (k == 0)
         dst = ids - 1 if self.reverse else ids + 1
-        return hops_by_step(k, starts, dst, ids, self.row_of_segment[ids], self.maps.of_segment[ids])
+        table = np.array((dst, ids, self.row_of_segment[ids], self.maps.of_segment[ids]))
+        starts = (self.places.before[slots] < 0) & (k == 0)
+        num_starts = int(np.count_nonzero(starts))
+        if not num_starts:
+            return Hops(table=table, steps=_plain_steps(k))
+        order = np.concatenate((starts.nonzero()[0], (~starts).nonzero()[0]))
+        first, *later = np.bincount(k).tolist()
+        steps = (num_starts, True), (first - num_starts, False), *((n, False) for n in later)
+        return Hops(table=table[:, order], steps=tuple(step for step in steps if step[0]))
 
 
 def build_chains(builder: HopBuilder, *, exchange_steps_segments: bool) -> Chains:
@@ -259,6 +282,6 @@ def build_chains(builder: HopBuilder, *, exchange_steps_segments: bool) -> Chain
         exit_state=builder.exit_state,
         local=builder.exits(with_exit, places.position[with_exit]),
         independent=local[segments.slot],
-        inner_independent=builder.inner(inner_local.nonzero()[0]),
-        inner_dependent=builder.inner(inner_remote.nonzero()[0]),
+        inner_independent=builder.inner(inner_local),
+        inner_dependent=builder.inner(inner_remote),
     )

@@ -44,7 +44,6 @@ class Context:
         heads: (H, HV). head_dims: (K, V). dtype: of q, k, v and o. conv: (channels, width) of the convolution, or None.
         segments, exchange: what was chosen and why. backend: the stages of this rank.
         plan, schedule, routes, halo: see their modules; tables are on ``device``.
-        token_ids, positions: global index and offset in its document of each local token, int64 [T] on ``device``.
         last_call: what the last call of the op on this context ran, and why (docs/design.md has the keys).
         handle: key of this context in `CONTEXTS`; a number is never used again, as an address would be.
     """
@@ -63,8 +62,6 @@ class Context:
     schedule: Schedule
     routes: Routes
     halo: Halo | None
-    token_ids: Tensor
-    positions: Tensor
     backend: TorchBackend
     asked: dict[str, Any]
     last_call: dict[str, Any] = field(default_factory=dict)
@@ -100,6 +97,16 @@ class Context:
     def exit_docs(self) -> tuple[int, ...]:
         """Documents whose final state this rank returns: row i of ``final_state`` is document exit_docs[i]."""
         return tuple(self.plan.exit_docs.tolist())
+
+    @property
+    def token_ids(self) -> Tensor:
+        """Global index of each local token, int64 [T] on the device."""
+        return self.schedule.token_ids
+
+    @property
+    def positions(self) -> Tensor:
+        """Offset of each local token in its document, int64 [T] on the device."""
+        return self.schedule.positions
 
     @property
     def state_dtype(self) -> torch.dtype:
@@ -231,8 +238,6 @@ def assemble_context(
         schedule=schedule,
         routes=routes,
         halo=device_side,
-        token_ids=schedule.token_ids,
-        positions=schedule.positions,
         backend=TorchBackend(schedule=schedule, cutoff=options.cutoff(asked["dtype"])),
         asked=asked,
     )

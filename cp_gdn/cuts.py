@@ -16,7 +16,7 @@ from functools import cached_property
 
 import numpy as np
 
-from cp_gdn.fragments import Ints, LinkLoad, Places, RankFragments
+from cp_gdn.fragments import ChainList, Ints, LinkLoad, Places, RankFragments, stable_order
 from cp_gdn.listing import FragmentTable, table_in_chain_order
 
 
@@ -54,6 +54,10 @@ class Cuts(ABC):
     @abstractmethod
     def neighbours(self, own: RankFragments, piece: Ints) -> tuple[Ints, Ints]:
         """Non-empty pieces before and after each fragment, [n]; any number where there is none."""
+
+    @abstractmethod
+    def chain_list(self) -> ChainList:
+        """Every rank's non-empty fragments; what an owner of an all-to-all exchange walks."""
 
     @property
     @abstractmethod
@@ -195,23 +199,35 @@ class GlobalCuts(Cuts):
         turns: Ints = (self.bounds[:-1] < middle) & (middle < self.bounds[1:]) & same_rank
         return turns
 
-    @property
-    def table(self) -> FragmentTable:
-        points = np.unique(np.concatenate((self.cuts, self.bounds)))
-        left = points[:-1]
+    def chain_list(self) -> ChainList:
+        points = np.concatenate((self.cuts, self.bounds))
+        points.sort()
+        filled = (points[1:] > points[:-1]).nonzero()[0]
+        left = points[filled]
         doc = self.bounds.searchsorted(left, "right") - 1
         rank = self.rank_of(self.cuts.searchsorted(left, "right") - 1)
-        return table_in_chain_order(rank, (doc, left - self.bounds[doc], np.diff(points)), self.world_size)
+        return ChainList(
+            rank=rank,
+            doc=doc,
+            offset=left - self.bounds[doc],
+            length=points[filled + 1] - left,
+            by_rank=stable_order(rank, self.world_size),
+        )
+
+    @property
+    def table(self) -> FragmentTable:
+        c = self.chain_list()
+        return table_in_chain_order(c.rank, (c.doc, c.offset, c.length), self.world_size)
 
     def link_load(self) -> LinkLoad:
         """Exact: one document crosses a border, and no two borders lie between the same ranks in one direction."""
         docs = (self.levels > 0).nonzero()[0]
         first, last = self.cuts.searchsorted((self.bounds[docs], self.bounds[docs + 1] - 1), "right") - 1
         size = self.num_pieces + 1
-        covered = (np.bincount(first, minlength=size) - np.bincount(last + 1, minlength=size)).cumsum()[:-1]
-        covered *= self.cuts[1:] > self.cuts[:-1]
-        ends = np.bincount(np.concatenate((first, last)), minlength=size)[:-1]
-        rank = self.rank_of(np.arange(self.num_pieces))
-        fragments, middles = (np.bincount(rank, x).astype(np.int64) for x in (covered, covered - ends))
+        covered = np.bincount(first, minlength=size) - np.bincount(last + 1, minlength=size)
+        fragments = covered.cumsum()[:-1] * (self.cuts[1:] > self.cuts[:-1])
+        middles = fragments - np.bincount(np.concatenate((first, last)), minlength=size)[:-1]
+        if self.mirrored:
+            fragments, middles = (x[: self.world_size] + x[: self.world_size - 1 : -1] for x in (fragments, middles))
         longest = int(self.levels.max(initial=0))
         return LinkLoad(busiest=np.ones(longest, dtype=np.int64), fragments=fragments, middles=middles)

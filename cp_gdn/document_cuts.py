@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 
 from cp_gdn.cuts import Cuts
-from cp_gdn.fragments import Ints, LinkLoad, RankFragments
+from cp_gdn.fragments import ChainList, Ints, LinkLoad, RankFragments, stable_order
 from cp_gdn.listing import FragmentTable, zigzag_table
 
 
@@ -82,23 +82,30 @@ class DocumentCuts(Cuts):
         inside: Ints = (middle > 0) & (middle < self.sizes)
         return inside & (around == self.num_pieces - 1)
 
+    def chain_list(self) -> ChainList:
+        borders = self.borders(np.arange(self.num_pieces + 1))
+        length = borders[:, 1:] - borders[:, :-1]
+        doc, piece = length.nonzero()
+        rank = self.rank_of(piece)
+        return ChainList(
+            rank=rank,
+            doc=doc,
+            offset=borders[doc, piece],
+            length=length[doc, piece],
+            by_rank=stable_order(rank, self.world_size),
+        )
+
     @property
     def table(self) -> FragmentTable:
         return zigzag_table(self.borders(np.arange(self.num_pieces + 1)))
 
     def link_load(self) -> LinkLoad:
         """Exact for align = 1; else the few pieces of a document shorter than 2 W align count as its first ones."""
-        crossing = (self.levels > 0).nonzero()[0]
-        count, levels = self.last_position[crossing] + 1, self.levels[crossing]
-        reached, inner = _above(count, self.num_pieces), _above(count - 1, self.num_pieces)
-        inner[0] = 0
-        rank = self.rank_of(np.arange(self.num_pieces))
-        fragments, middles = (np.bincount(rank, x).astype(np.int64) for x in (reached, inner))
-        busiest = _above(levels, int(levels.max(initial=0)))
-        return LinkLoad(busiest=busiest, fragments=fragments, middles=middles)
-
-
-def _above(values: Ints, size: int) -> Ints:
-    """How many of ``values`` are above each of 0 .. size - 1; all are at most ``size``."""
-    above: Ints = len(values) - np.bincount(values, minlength=size + 1).cumsum()[:size]
-    return above
+        world, pieces = self.world_size, self.num_pieces
+        counts = self.last_position[self.levels > 0] + 1
+        reached = len(counts) - np.bincount(counts, minlength=pieces + 1).cumsum()  # chains that have each piece
+        goes_on = reached[1:].copy()
+        goes_on[0] = 0  # the first piece ends its chain in the mirror
+        busiest = np.concatenate((reached[1:world], reached[world + 1 : pieces]))
+        fragments, middles = (x[:world] + x[pieces - 1 : world - 1 : -1] for x in (reached, goes_on))
+        return LinkLoad(busiest=busiest[: np.count_nonzero(busiest)], fragments=fragments, middles=middles)

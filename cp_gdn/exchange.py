@@ -15,7 +15,7 @@ from cp_gdn.ring.routes import RingStep, build_steps
 
 EXCHANGES = ("auto", "ring", "a2a")
 HOP_US = H200_MODEL.times.exchange / 1e3
-COLLECTIVE_US = HOP_US
+COLLECTIVE_US = H200_MODEL.times.collective / 1e3
 BYTES_PER_US = (1 << 20) * 1e3 / H200_MODEL.times.link_mib
 """What a CPU plans with, as `calibration.Times` has it for the H200."""
 
@@ -52,8 +52,8 @@ def choose_exchange(
 def choose(asked: str, part: Partition, sizes: Sizes, times: Times, *, grid: bool) -> Choice:
     """Resolve ``exchange=``: as asked, or by modelled microseconds of one direction.
 
-    ring: per hop between ranks a message and the states of its busiest pair of ranks; a2a: two collectives, each like a
-        message, and the bytes of the busiest rank.
+    ring: per hop between ranks a message and the states of its busiest pair of ranks; a2a: two collectives and the
+        bytes of the busiest rank.
     Grid mode ships every segment's map with a2a and more ranks than heads make an owner's bytes grow, so both take
     ring.
     """
@@ -70,14 +70,14 @@ def choose(asked: str, part: Partition, sizes: Sizes, times: Times, *, grid: boo
         return Choice(kind="ring", reason=reason)
     load = part.cuts.link_load()
     sent = int((load.fragments * (2 * sizes.state) + load.middles * sizes.square).max())
-    message_us, us_per_byte = times.exchange / 1e3, times.link_mib / 1e3 / (1 << 20)
-    ring = len(load.busiest) * message_us + int(load.busiest.sum()) * sizes.state * us_per_byte
-    a2a = 2 * message_us + sent * us_per_byte
+    us_per_byte = times.link_mib / 1e3 / (1 << 20)
+    ring = len(load.busiest) * times.exchange / 1e3 + int(load.busiest.sum()) * sizes.state * us_per_byte
+    a2a = 2 * times.collective / 1e3 + sent * us_per_byte
     kind = "ring" if ring <= a2a else "a2a"
     return Choice(kind=kind, reason=f"modelled us per direction: ring {ring:.0f}, a2a {a2a:.0f}")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Routes:
     """Messages of one rank in both directions, uploaded; which of the fields are used follows from the kind."""
 

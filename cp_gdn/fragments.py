@@ -45,6 +45,17 @@ class Places:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ChainList:
+    """Every rank's non-empty fragments, chain after chain, [F]. `by_rank`: their indices by rank, then slot."""
+
+    rank: Ints
+    doc: Ints
+    offset: Ints
+    length: Ints
+    by_rank: Ints
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LinkLoad:
     """States that chains put on links in one direction.
 
@@ -56,6 +67,20 @@ class LinkLoad:
     busiest: Ints
     fragments: Ints
     middles: Ints
+
+
+def stable_order(rank: Ints, world_size: int) -> Ints:
+    """Indices by ``rank``; equal ones stay in order."""
+    key = rank.astype(np.uint16) if world_size <= 1 << 16 else rank  # 16-bit keys are sorted by radix
+    order: Ints = key.argsort(kind="stable")
+    return order
+
+
+def unset(*shape: int) -> Ints:
+    """-1 everywhere."""
+    values = np.empty(shape, dtype=np.int64)
+    values.fill(-1)
+    return values
 
 
 def runs(counts: Ints) -> tuple[Ints, Ints]:

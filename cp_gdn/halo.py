@@ -20,7 +20,7 @@ from cp_gdn.tables import upload
 MAX_WIDTH = 8
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class HaloSide:
     """One direction of the halo on one rank; rows index concat(own [T], halo [R], zero row).
 
@@ -81,7 +81,7 @@ class Halo:
         _ = self.forward.taps, self.adjoint.taps
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class HaloPlan:
     """Both directions of one rank's halo. `crosses` (the same on every rank): all take part, otherwise nobody sends."""
 

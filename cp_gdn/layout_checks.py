@@ -33,9 +33,9 @@ def check_doc_bounds(cu_seqlens: Any) -> np.ndarray:
     bounds = bounds.astype(np.int64)
     if bounds[0] != 0:
         raise ValueError(f"cu_seqlens: starts at {bounds[0]}, expected 0; pass the global boundaries on every rank")
-    drop = np.flatnonzero(np.diff(bounds) < 0)
-    if len(drop):
-        i = int(drop[0])
+    drops = bounds[1:] < bounds[:-1]
+    if drops.any():
+        i = int(drops.argmax())
         raise ValueError(f"cu_seqlens: decreases from {bounds[i]} to {bounds[i + 1]} at index {i + 1}")
     return bounds
 
@@ -49,9 +49,10 @@ def _as_array(cu_seqlens: Any) -> np.ndarray:
         return cu_seqlens
     if not isinstance(cu_seqlens, (list, tuple)):
         raise TypeError(f"cu_seqlens: got {type(cu_seqlens).__name__}, expected {_ACCEPTED}")
-    others = {type(bound).__name__ for bound in cu_seqlens if type(bound) not in INT_TYPES}
+    others = {*map(type, cu_seqlens)} - INT_TYPES
     if others:
-        raise TypeError(f"cu_seqlens: got elements of type {', '.join(sorted(others))}, expected {_ACCEPTED}")
+        names = ", ".join(sorted(kind.__name__ for kind in others))
+        raise TypeError(f"cu_seqlens: got elements of type {names}, expected {_ACCEPTED}")
     return _as_int64("cu_seqlens", cu_seqlens)
 
 

@@ -1,7 +1,7 @@
 """The table of every rank's fragments, ordered by rank, then slot, and every fragment's place in its chain.
 
 Only layouts that are given fragment by fragment need it to plan (explicit, or with cut points), and whoever asks about
-all ranks at once: owners of an all-to-all exchange, byte queries, tests. Legend: F fragments, D documents, W ranks.
+all ranks at once: byte queries, tests. Legend: F fragments, D documents, W ranks.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
-from cp_gdn.fragments import Ints, LinkLoad, Places, RankFragments
+from cp_gdn.fragments import ChainList, Ints, LinkLoad, Places, RankFragments, stable_order, unset
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -94,6 +94,16 @@ class ListedCuts:
             crosses=order.crosses[mine],
         )
 
+    def chain_list(self) -> ChainList:
+        t, rows = self.table, self.table.chains
+        return ChainList(
+            rank=t.rank[rows],
+            doc=t.doc[rows],
+            offset=t.offset[rows],
+            length=t.length[rows],
+            by_rank=rows.argsort(kind="stable"),
+        )
+
     def owner_of(self, doc: Ints, offset: Ints) -> Ints:
         """Rank that holds each token."""
         t = self.table
@@ -134,8 +144,7 @@ class ListedCuts:
 
 def table_in_chain_order(rank: Ints, columns: tuple[Ints, Ints, Ints], world_size: int) -> FragmentTable:
     """The table of fragments (doc, offset, length) given by document, then offset; a rank's slots keep that order."""
-    key = rank.astype(np.uint16) if world_size <= 1 << 16 else rank  # 16-bit keys are sorted by radix
-    rows = key.argsort(kind="stable")
+    rows = stable_order(rank, world_size)
     chain = np.empty_like(rows)
     chain[rows] = np.arange(len(rows))
     doc, offset, length = (column[rows] for column in columns)
@@ -145,10 +154,14 @@ def table_in_chain_order(rank: Ints, columns: tuple[Ints, Ints, Ints], world_siz
 def zigzag_table(cuts: Ints) -> FragmentTable:
     """Every document cut in 2W pieces at the offsets [D, 2W + 1]; rank r holds pieces r and 2W - 1 - r."""
     num_docs, pieces = len(cuts), cuts.shape[1] - 1
-    piece = np.tile(np.arange(pieces), num_docs)
-    doc = np.arange(num_docs).repeat(pieces)
-    columns = doc, cuts[:, :-1].ravel(), np.diff(cuts, axis=1).ravel()
-    return table_in_chain_order(np.minimum(piece, pieces - 1 - piece), columns, pieces // 2)
+    doc, rank = np.arange(num_docs), np.arange(pieces // 2)
+    held = np.stack((rank, pieces - 1 - rank), axis=1)
+    offset, length = (x[:, held].transpose(1, 0, 2).ravel() for x in (cuts[:, :-1], cuts[:, 1:] - cuts[:, :-1]))
+    first_row = np.empty(pieces, dtype=np.int64)  # of each piece the row in the first document
+    first_row[held] = 2 * num_docs * rank[:, None] + (0, 1)
+    chain = (first_row + 2 * doc[:, None]).ravel()
+    columns = np.tile(doc.repeat(2), len(rank)), offset, length
+    return linked_table(rank.repeat(2 * num_docs), columns, chain, len(rank))
 
 
 def linked_table(rank: Ints, columns: tuple[Ints, Ints, Ints], chain: Ints, world_size: int) -> FragmentTable:
@@ -157,7 +170,7 @@ def linked_table(rank: Ints, columns: tuple[Ints, Ints, Ints], chain: Ints, worl
     live = chain[length[chain] > 0]
     before, after = live[:-1], live[1:]
     same = doc[before] == doc[after]
-    prev, following = np.full((2, len(rank)), -1, dtype=np.int64)
+    prev, following = unset(2, len(rank))
     prev[after[same]] = before[same]
     following[before[same]] = after[same]
     starts = rank.searchsorted(np.arange(world_size + 1))
@@ -190,8 +203,7 @@ def chain_orders(table: FragmentTable) -> tuple[ChainOrder, ChainOrder]:
     chain = start.cumsum() - 1
     first, last = start.nonzero()[0][chain], end.nonzero()[0][chain]
     hops = hop.cumsum()
-    level = hops[index] - hops[first]
-    last_level = hops[last] - hops[first]
+    level, last_level = hops[index] - hops[first], hops[last] - hops[first]
     into, out_of = start | hop[:-1], end | hop[1:]
     wave = index - np.maximum.accumulate(np.where(into, index, 0))
     wave_back = np.minimum.accumulate(np.where(out_of, index, len(order))[::-1])[::-1] - index
@@ -206,12 +218,12 @@ def chain_orders(table: FragmentTable) -> tuple[ChainOrder, ChainOrder]:
         ChainOrder(
             before=before,
             after=after,
-            position=column(position),
+            position=column(place),
             level=column(level),
             wave=column(wave),
             crosses=crosses,
         )
-        for before, after, position, level, wave in (
+        for before, after, place, level, wave in (
             (table.prev, table.next, index - first, level, wave),
             (table.next, table.prev, last - index, last_level - level, wave_back),
         )

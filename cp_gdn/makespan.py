@@ -7,6 +7,7 @@ Exact integers; nothing here knows a device. Example: three jobs of 5 and four o
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -165,14 +166,15 @@ def makespan_bound(lengths: np.ndarray, counts: np.ndarray, machines: int) -> np
 
     Of the first k jobs some machine holds at least ceil(k / machines), none shorter than the shortest of the k.
     """
-    even = (lengths * counts).sum(axis=-1)
-    held = np.cumsum(counts, axis=-1)
+    even = np.add.reduce(lengths * counts, axis=-1)
+    held = counts.cumsum(axis=-1)
     shortest = np.minimum.accumulate(np.where(counts > 0, lengths, LONG), axis=-1)
-    crowded = (shortest * ceil_div(held, machines)).max(axis=-1)
+    crowded = np.maximum.reduce(shortest * ceil_div(held, machines), axis=-1)
     bound: np.ndarray = np.maximum(ceil_div(even, machines), crowded)
     return bound
 
 
-def ceil_div(a: np.ndarray, b: np.ndarray | int) -> np.ndarray:
+def ceil_div(a: Any, b: Any) -> np.ndarray:
+    """Of arrays, or an array and a number."""
     quotient: np.ndarray = (a + (b - 1)) // b
     return quotient

@@ -22,8 +22,10 @@ CHUNK = 64
 Index = Any
 """An int64 array in a plan, an int64 tensor once `tables.upload` has put it on a device."""
 
+NONE = np.zeros(0, dtype=np.int64)
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+
+@dataclass(frozen=True, kw_only=True)
 class SegmentSet:
     """Segments that are walked side by side, chunk after chunk; the longest come first.
 
@@ -38,7 +40,7 @@ class SegmentSet:
     active: tuple[int, ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Segments:
     """This rank's segments, in slot order and in token order inside a fragment; row s of every array is segment s.
 
@@ -59,6 +61,17 @@ class Segments:
 
     def __len__(self) -> int:
         return len(self.slot)
+
+    @cached_property
+    def joints(self) -> tuple[Ints, Ints]:
+        """k and fragment of every pair of neighbouring segments (k, k + 1) of a fragment: all first pairs, then all
+        second ones, ..."""
+        slots = (self.per_slot > 1).nonzero()[0]
+        count = self.per_slot[slots] - 1
+        if len(slots):
+            slots = slots[(-count).argsort(kind="stable")]
+        k, place = runs(active_counts(count))
+        return k, slots[place]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,8 +134,7 @@ class Plan:
         """All segments as a walk, forward and in reverse; of each of its chunks the step and the segment."""
         count = self.segments.num_chunks
         ids = (-count).argsort(kind="stable")
-        count = count[ids]
-        active = len(count) - np.bincount(count).cumsum()[:-1] if len(count) else count
+        active = active_counts(count)
         step, place = runs(active)
         owner = ids[place]
         first = self.segments.first_chunk[owner]
@@ -133,6 +145,11 @@ class Plan:
         )
         forward, mirror = ((walk, step, owner) for walk in sets)
         return forward, mirror
+
+
+def active_counts(counts: Ints) -> Ints:
+    """How many of ``counts``, all positive, are above 0, 1, .., up to the largest but one."""
+    return len(counts) - np.bincount(counts).cumsum()[:-1] if len(counts) else counts
 
 
 def chunk_counts(offset: Ints, length: Ints) -> Ints:
@@ -181,7 +198,10 @@ def build_plan(part: Partition, rank: int, *, p_vector: Sequence[int] | int, gri
     filled = own.length > 0
     is_first = filled & (own.offset == 0)
     is_last = filled & (own.offset + own.length == own.size)
-    empty = np.flatnonzero(np.diff(part.bounds) == 0) if rank == 0 else np.zeros(0, dtype=np.int64)
+    entry_docs, exit_docs, empty = own.doc[is_first], own.doc[is_last], NONE
+    if rank == 0:
+        empty = (part.bounds[1:] == part.bounds[:-1]).nonzero()[0]
+        entry_docs, exit_docs = (np.concatenate((docs, empty)) for docs in (entry_docs, exit_docs))
     return Plan(
         rank=rank,
         num_tokens=int(own.length.sum()),
@@ -191,8 +211,8 @@ def build_plan(part: Partition, rank: int, *, p_vector: Sequence[int] | int, gri
         places=part.cuts.places(own, rank),
         chunks=_chunks(own, num_chunks),
         segments=_segments(num_chunks, segment_counts(num_chunks, p, grid), grid, ~is_first, ~is_last),
-        entry_docs=np.sort(np.concatenate((own.doc[is_first], empty))),
-        exit_docs=np.sort(np.concatenate((own.doc[is_last], empty))),
+        entry_docs=np.sort(entry_docs),
+        exit_docs=np.sort(exit_docs),
         empty_docs=empty,
     )
 

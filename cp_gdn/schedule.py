@@ -1,12 +1,13 @@
 """A plan as the stages read it: index tables of one rank, forward and mirrored, ready to be uploaded."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from cp_gdn.chains import Chains, Hops, Maps
 from cp_gdn.fragments import Ints
@@ -14,7 +15,7 @@ from cp_gdn.layout import Partition
 from cp_gdn.plan import CHUNK, Index, Plan, SegmentSet
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Replay:
     """A walk from known states. Where ``walk.segments[end_at]`` end their document, the end state is row ``end_row`` of
     the result."""
@@ -24,7 +25,7 @@ class Replay:
     end_row: Index
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Side:
     """One direction of a rank's work; the adjoint side mirrors the forward one field by field.
 
@@ -54,7 +55,8 @@ class Side:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenTables:
-    """Tables with an entry per token, made where they are used from tables with an entry per chunk or fragment.
+    """Tables with an entry per token, made where they are used, when they are first used, from tables with an entry per
+    chunk or fragment.
 
     Attributes:
         num_tokens: T. chunk_count, chunk_shift: [N] tokens of each chunk, and from their local row to their chunk row.
@@ -69,43 +71,61 @@ class TokenTables:
     id_shift: Index
     position_shift: Index
 
-    @cached_property
+    # NOTE: not cached_property, whose lock a compiler cannot trace.
+
+    @property
     def rows(self) -> Tensor:
         """[N * 64] local row of each chunk row, T where it holds no token."""
-        rows = torch.full((len(self.chunk_count) * CHUNK,), self.num_tokens, dtype=torch.int64, device=self.back.device)
-        return rows.scatter_(0, self.back, self._own)
+        return self._made("rows", self._rows)
 
-    @cached_property
+    @property
     def back(self) -> Tensor:
         """[T] chunk row of each local row."""
-        return self._shifted(self.chunk_shift, self.chunk_count)
+        return self._made("back", lambda: self._shifted(self.chunk_shift, self.chunk_count))
 
-    @cached_property
+    @property
     def token_ids(self) -> Tensor:
         """[T] global index of each local row."""
-        return self._shifted(self.id_shift, self.fragment_length)
+        return self._made("token_ids", lambda: self._shifted(self.id_shift, self.fragment_length))
 
-    @cached_property
+    @property
     def positions(self) -> Tensor:
         """[T] offset in its document of each local row."""
-        return self._shifted(self.position_shift, self.fragment_length)
-
-    @cached_property
-    def _own(self) -> Tensor:
-        return torch.arange(self.num_tokens, device=torch.as_tensor(self.chunk_count).device)
-
-    def _shifted(self, shift: Index, count: Index) -> Tensor:
-        """Local rows plus the shift of the run that each is in; no synchronization, for the size is known."""
-        if self._own.device.type == "cpu":  # the same, some five times faster
-            return torch.from_numpy(np.asarray(shift).repeat(np.asarray(count)) + self._own.numpy())
-        return torch.repeat_interleave(shift, count, output_size=self.num_tokens).add_(self._own)
+        return self._made("positions", lambda: self._shifted(self.position_shift, self.fragment_length))
 
     def make(self) -> None:
         """Make all of them now."""
         _ = self.rows, self.token_ids, self.positions
 
+    def _made(self, name: str, make: Callable[[], Tensor]) -> Tensor:
+        key = f"_{name}_made"
+        table: Tensor | None = self.__dict__.get(key)
+        if table is None:
+            with nullcontext() if torch.compiler.is_compiling() else _disable_current_modes():
+                table = make()  # a table of this context, not one of a mode that happens to look on
+            self.__dict__[key] = table
+        return table
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+    def _rows(self) -> Tensor:
+        back = self.back
+        rows = torch.full((len(self.chunk_count) * CHUNK,), self.num_tokens, dtype=torch.int64, device=back.device)
+        return rows.scatter_(0, back, torch.arange(self.num_tokens, device=back.device))
+
+    def _shifted(self, shift: Index, count: Index) -> Tensor:
+        shift, count = torch.as_tensor(shift), torch.as_tensor(count)
+        if shift.device.type != "cpu" or torch.compiler.is_compiling():
+            return shifted_runs(torch.arange(self.num_tokens, device=shift.device), shift, count)
+        shifted = shift.numpy().repeat(count.numpy())  # the same, some five times faster
+        shifted += np.arange(self.num_tokens)
+        return torch.from_numpy(shifted)
+
+
+def shifted_runs(own: Tensor, shift: Tensor, count: Tensor) -> Tensor:
+    """Local rows ``own`` plus the shift of the run that each is in; no synchronization, for the size is known."""
+    return torch.repeat_interleave(shift, count, output_size=len(own)).add_(own)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Schedule:
     """Everything one rank's stages look up.
 

@@ -21,7 +21,7 @@ from tests import token_cases
 
 PACKS = {
     **{name: token_cases.PACKS[name] for name in ("ragged", "long", "five tokens", "empty documents", "no tokens")},
-    "several chunks": (150, 0, 230),
+    "several chunks": (70, 0, 170),
     "on the grid": (64, 1, 0, 128),
     "300 documents": (2, 3) * 150,
 }

@@ -6,7 +6,7 @@ from dataclasses import fields
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cp_gdn.fragments import Places
@@ -26,6 +26,10 @@ def cut_packs(draw: st.DrawFn) -> Partition:
     return partition(bounds, draw(st.integers(1, 9)), draw(st.sampled_from(LAYOUTS)), align=align)
 
 
+# Pieces of 64 tokens: the two around the middle lie on ranks 3 and 0, not on one.
+OFF_CENTRE = [partition([0, 134, 134], 4, layout, align=64) for layout in ("zigzag", "zigzag_per_document")]
+
+
 def listed(part: Partition) -> ListedCuts:
     return ListedCuts(bounds=part.bounds, table=part.table)
 
@@ -42,6 +46,8 @@ def test_a_ranks_own_fragments_are_its_rows_of_the_table(part: Partition) -> Non
 
 @EXAMPLES
 @given(part=cut_packs())
+@example(part=OFF_CENTRE[0])
+@example(part=OFF_CENTRE[1])
 def test_places_in_the_chain_and_neighbours_are_those_of_the_table(part: Partition) -> None:
     table = listed(part)
     for rank in range(part.world_size):
@@ -57,6 +63,8 @@ def test_places_in_the_chain_and_neighbours_are_those_of_the_table(part: Partiti
 
 @EXAMPLES
 @given(part=cut_packs())
+@example(part=OFF_CENTRE[0])
+@example(part=OFF_CENTRE[1])
 def test_hops_of_each_document_are_those_of_the_table(part: Partition) -> None:
     table, filled = listed(part), np.diff(part.doc_bounds) > 0
     assert np.array_equal(part.cuts.levels[filled], table.levels[filled])
@@ -65,6 +73,8 @@ def test_hops_of_each_document_are_those_of_the_table(part: Partition) -> None:
 
 @EXAMPLES
 @given(part=cut_packs())
+@example(part=OFF_CENTRE[0])
+@example(part=OFF_CENTRE[1])
 def test_every_token_has_the_owner_that_the_table_says(part: Partition) -> None:
     lengths = np.diff(part.doc_bounds)
     doc = np.repeat(np.arange(part.num_docs), lengths)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cp_gdn import GatedDeltaNet, build_context, partition, twin
+from cp_gdn import Comm, GatedDeltaNet, build_context, partition, twin
 from tests.cases import LAYOUTS, Content, Run, name_of
 from tests.pack import (
     LIMITS,
@@ -53,12 +53,11 @@ def only(pack: Pack, doc: int) -> Pack:
 # ---- documents do not leak into each other ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_changing_the_end_of_a_document_changes_no_bit_of_another(world: int, layout: str, dtype: torch.dtype) -> None:
+def test_changing_the_end_of_a_document_changes_no_bit_of_another(world: int, layout: str) -> None:
     """With packing, one document's tokens changed the next one's outputs while the loss looked normal."""
-    pack, run = make_pack(LEAKY), Run(world=world, layout=layout, dtype=dtype, segments=2)
+    pack, run = make_pack(LEAKY), Run(world=world, layout=layout, dtype=torch.bfloat16, segments=2)
     end = pack.bounds[2]
     changed = {name: getattr(pack, name).clone() for name in (*TOKENS, "dout")}
     for x in changed.values():
@@ -90,7 +89,7 @@ def slow_layer() -> GatedDeltaNet:
 def layer_rows(layer: GatedDeltaNet, bounds: Sequence[int], run: Run, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
     """y and dx in global order."""
 
-    def on_rank(comm) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[no-untyped-def]
+    def on_rank(comm: Comm) -> tuple[Tensor, Tensor, Tensor]:
         part, conv = partition(bounds, comm.size, run.layout), (layer.conv_channels, layer.conv_width)
         shape = {"heads": layer.heads, "head_dims": layer.head_dims, "dtype": torch.float64, "conv": conv}
         ctx = build_context(part, comm, **shape)
@@ -158,7 +157,7 @@ def run_cut_at(run: Run, pack: Pack, cuts: Sequence[int]) -> list[Share]:
     pieces = [[(0, a, b - a)] for a, b in pairwise(ends)]
     part = partition(pack.bounds, len(pieces), fragments=pieces)
 
-    def on_rank(comm) -> Share:  # type: ignore[no-untyped-def]
+    def on_rank(comm: Comm) -> Share:
         ctx = context_of(part, comm, run, pack)
         return share_of(ctx, step(ctx, pack), [])
 
@@ -189,8 +188,7 @@ def arranged(pack: Pack, docs: Sequence[int]) -> Pack:
 
 
 @pytest.mark.parametrize("segments", [1, 2, "grid:1"])
-@pytest.mark.parametrize("exchange", ["ring", "a2a"])
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize(("world", "exchange"), [(1, "ring"), (2, "a2a"), (4, "ring")])
 def test_moving_a_document_or_changing_its_neighbours_changes_no_bit(
     world: int, exchange: str, segments: int | str
 ) -> None:

@@ -14,11 +14,10 @@ import numpy as np
 from cp_gdn.chains import Chains, HopBuilder, Hops, hops_by_step
 from cp_gdn.fragments import Ints, runs
 from cp_gdn.layout import Partition
-from cp_gdn.listing import ChainOrder, FragmentTable, chain_orders
 from cp_gdn.plan import Index, chunk_counts, segment_counts
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class OwnerRoutes:
     """One direction of the a2a exchange of one rank.
 
@@ -53,24 +52,65 @@ def heads_of(rank: int, world_size: int, num_value_heads: int) -> slice:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Shared:
-    """What both directions have in common; F rows of the table of all fragments, of which [m] are middles.
+class _Walk:
+    """All chains that cross ranks, as an owner walks them: fragments chain after chain, [F].
 
     Attributes:
-        table, orders: see `listing`.
-        middles: rows that are no end of their chain, [m]. shipped: map rows that each of them ships, [m].
-        first_row: [F] the first of a middle's rows, -1 elsewhere.
+        world_size: W. rank: of each fragment. by_rank: their indices by rank, then slot.
+        ends: by direction whether a fragment is its chain's first, bool. position: by direction how many are before it.
+        shipped: map rows that a fragment ships, 0 at the ends of a chain. first_row: the first of them among all.
+        num_rows: [W] how many each rank ships.
     """
 
-    table: FragmentTable
-    orders: tuple[ChainOrder, ChainOrder]
-    middles: Ints
+    world_size: int
+    rank: Ints
+    by_rank: Ints
+    ends: tuple[Ints, Ints]
+    position: tuple[Ints, Ints]
     shipped: Ints
     first_row: Ints
+    num_rows: tuple[int, ...]
 
-    def per_rank(self, rows: Ints, weights: Ints | None = None) -> tuple[int, ...]:
-        counted = np.bincount(self.table.rank[rows], weights, len(self.table.starts) - 1)
-        return tuple(counted.astype(np.int64).tolist())
+    def numbered(self, chosen: Ints) -> Ints:
+        """How many of the chosen (a mask) are before each fragment, by rank, then slot."""
+        return _before(self.by_rank, chosen)
+
+    def per_rank(self, chosen: Ints) -> tuple[int, ...]:
+        return tuple(np.bincount(self.rank[chosen], minlength=self.world_size).tolist())
+
+
+def _walk(part: Partition, grid: int) -> _Walk:
+    listed = part.cuts.chain_list()
+    keep = (part.cuts.levels > 0)[listed.doc]
+    rank, doc = listed.rank[keep], listed.doc[keep]
+    ordered = keep[listed.by_rank]
+    by_rank = (keep.cumsum() - 1)[listed.by_rank[ordered]]
+    edge = np.ones(len(doc) + 1, dtype=bool)
+    np.not_equal(doc[1:], doc[:-1], out=edge[1:-1])
+    start, end, index = edge[:-1], edge[1:], np.arange(len(doc))
+    chain = start.cumsum() - 1
+    shipped = (~(start | end)).astype(np.int64)  # one composed map, or in grid mode one per segment
+    if grid:
+        shipped *= segment_counts(chunk_counts(listed.offset[keep], listed.length[keep]), 0, grid)
+    rows = np.bincount(rank, shipped, part.world_size).astype(np.int64)
+    return _Walk(
+        world_size=part.world_size,
+        rank=rank,
+        by_rank=by_rank,
+        ends=(start, end),
+        position=(index - start.nonzero()[0][chain], end.nonzero()[0][chain] - index),
+        shipped=shipped,
+        first_row=_before(by_rank, shipped),
+        num_rows=tuple(rows.tolist()),
+    )
+
+
+def _before(order: Ints, weights: Ints) -> Ints:
+    """Sum of the ``weights`` that are before each in ``order``."""
+    sums = np.empty(len(weights), dtype=np.int64)
+    ordered = weights[order]
+    sums[order] = ordered.cumsum() - ordered
+    return sums
 
 
 def build_owner_routes(
@@ -79,30 +119,14 @@ def build_owner_routes(
     """Routes of both directions; None when no chain of the pack crosses ranks."""
     if not part.crosses:
         return None, None
-    table, grid = part.table, builders[0].plan.grid
-    orders = chain_orders(table)
-    middles = (orders[0].crosses & (table.prev >= 0) & (table.next >= 0)).nonzero()[0]
-    shipped = np.ones(len(middles), dtype=np.int64)  # one composed map, or in grid mode one per segment
-    if grid:
-        shipped = segment_counts(chunk_counts(table.offset[middles], table.length[middles]), 0, grid)
-    first_row = np.full(len(table.doc), -1, dtype=np.int64)
-    first_row[middles] = shipped.cumsum() - shipped
-    shared = _Shared(
-        table=table,
-        orders=orders,
-        middles=middles,
-        shipped=shipped,
-        first_row=first_row,
-    )
-    forward, adjoint = (_routes(shared, b, c) for b, c in zip(builders, chains, strict=True))
+    walk = _walk(part, builders[0].plan.grid)
+    forward, adjoint = (_routes(walk, b, c) for b, c in zip(builders, chains, strict=True))
     return forward, adjoint
 
 
-def _routes(shared: _Shared, builder: HopBuilder, chains: Chains) -> OwnerRoutes:
-    order, places = shared.orders[builder.reverse], builder.places
-    first = order.before < 0
-    heads, asks = (order.crosses & first).nonzero()[0], (order.crosses & ~first).nonzero()[0]
-    hops, num_states = _owner_hops(shared, builder, heads, asks)
+def _routes(walk: _Walk, builder: HopBuilder, chains: Chains) -> OwnerRoutes:
+    places, first = builder.places, walk.ends[builder.reverse]
+    hops, num_states = _owner_hops(walk, builder)
     follows = places.before >= 0
     my_heads, my_asks = (places.crosses & ~follows).nonzero()[0], (places.crosses & follows).nonzero()[0]
     offset_rows, map_rows = _rows_of_middles(builder, my_asks[places.after[my_asks] >= 0])
@@ -111,9 +135,9 @@ def _routes(shared: _Shared, builder: HopBuilder, chains: Chains) -> OwnerRoutes
         offset_rows=offset_rows,
         map_rows=map_rows,
         replies=builder.segment(my_asks, 0),
-        num_heads=shared.per_rank(heads),
-        num_rows=shared.per_rank(shared.middles, shared.shipped),
-        num_replies=shared.per_rank(asks),
+        num_heads=walk.per_rank(first),
+        num_rows=walk.num_rows,
+        num_replies=walk.per_rank(~first),
         hops=hops,
         num_states=num_states,
     )
@@ -131,27 +155,26 @@ def _rows_of_middles(builder: HopBuilder, slots: Ints) -> tuple[Ints, Ints]:
     return builder.row_of_segment[passed], builder.maps.of_segment[forward]
 
 
-def _owner_hops(shared: _Shared, builder: HopBuilder, heads: Ints, asks: Ints) -> tuple[Hops, int]:
+def _owner_hops(walk: _Walk, builder: HopBuilder) -> tuple[Hops, int]:
     """Entry states of all chains, position after position, row by row where a fragment ships several."""
-    order = shared.orders[builder.reverse]
-    head_row, reply = np.full((2, len(order.before)), -1, dtype=np.int64)
-    head_row[heads], reply[asks] = np.arange(len(heads)), np.arange(len(asks))
-    source, position = order.before[asks], order.position[asks]
-    starts = position == 1  # the fragment before is a chain start, whose exit state came as a head
-    entry, row = reply[source], shared.first_row[source]
-    offset_row = np.where(starts, head_row[source], len(heads) + row)
+    first = walk.ends[builder.reverse]
+    head, reply = walk.numbered(first), walk.numbered(~first)
+    asks = (~first).nonzero()[0]
+    source, position = asks + (1 if builder.reverse else -1), walk.position[builder.reverse][asks]
+    starts = first[source]  # the fragment before is a chain start, whose exit state came as a head
+    num_heads = len(first) - len(asks)
+    dst, src, row = reply[asks], reply[source], walk.first_row[source]
+    offset_row = np.where(starts, head[source], num_heads + row)
     if not builder.plan.grid:
-        return hops_by_step(position, starts, reply[asks], entry, offset_row, row), len(asks)
-    shipped = np.ones(len(order.before), dtype=np.int64)
-    shipped[shared.middles] = shared.shipped
-    passed = shipped[source]
+        return hops_by_step(position, starts, dst, src, offset_row, row), len(asks)
+    passed = np.maximum(walk.shipped[source], 1)
     passing = len(asks) + (passed > 1).cumsum() - 1  # scratch between the rows of one fragment
     ask, k = runs(passed)
     hops = hops_by_step(
         position[ask] * (int(passed.max()) + 1) + k,
         starts[ask],
-        np.where(k + 1 == passed[ask], reply[asks][ask], passing[ask]),
-        np.where(k > 0, passing[ask], entry[ask]),
+        np.where(k + 1 == passed[ask], dst[ask], passing[ask]),
+        np.where(k > 0, passing[ask], src[ask]),
         offset_row[ask] + k,
         row[ask] + (passed[ask] - 1 - k if builder.reverse else k),
     )

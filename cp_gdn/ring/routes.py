@@ -7,7 +7,7 @@ from cp_gdn.fragments import Ints
 from cp_gdn.plan import Index
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Parcel:
     """States that travel together between this rank and ``peer``, in an order that both sides derive from the plan."""
 
@@ -16,7 +16,7 @@ class Parcel:
     count: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class RingStep:
     """What is received (posted as one batch with the sends of the step before), the hops it allows, what is sent
     then."""

@@ -53,10 +53,10 @@ DISAGREEMENTS: dict[str, tuple[dict[str, Any], str, str]] = {
     "dtype": ({"dtype": torch.float64}, "torch.float64", "torch.float32"),
     "heads": ({"heads": (2, 2)}, "(2, 2)", "(1, 2)"),
     "head_dims": ({"head_dims": (8, 16)}, "(8, 16)", "(8, 8)"),
-    "doc_bounds": ({"bounds": (0, 20, TOKENS)}, "(0, 20, 60)", "(0, 60)"),
+    "doc_bounds": ({"bounds": (0, 20, TOKENS)}, "0, 20, 60", "0, 60"),
     "layout": ({"layout": "contiguous"}, "contiguous, align=1", "zigzag, align=1"),
     "conv": ({"conv": (6, 3)}, "(6, 3)", "(6, 4)"),
-    "segments": ({"segments": 2}, "(2, 2, 2)", "(1, 1, 1)"),
+    "segments": ({"segments": 2}, "2, 2, 2", "1, 1, 1"),
     "exchange": ({"exchange": "a2a"}, "a2a", "ring"),
     "options": ({"options": Options(save_transfer=False)}, "save_transfer=False", "save_transfer=True"),
 }
