@@ -1,21 +1,25 @@
 """Time what a rank does on the host before the first step on a new pack: partition, segments, plan and tables.
 
     python bench/plan_time.py [--world 4,16] [--heads 2,6 --heads 16,48] [--documents 1,4,12,24] [--repeats 50]
-                              [--layout zigzag ...] [--device cpu] [--conv 4] [--scale] [--json] [--out FILE.json]
+                              [--layout zigzag ...] [--device cpu] [--conv 4] [--scale] [--clock cpu] [--json]
+                              [--out FILE.json]
 
 Every repeat starts from a list of boundaries. The agreement through the store is not in it: it waits for the slowest
 rank. `--scale` adds 5,000 documents and W = 1024 with 64 M tokens in 10,000 documents. Tables with an entry per token
-are in it on a GPU, as kernels in the stream; on a CPU they are made when they are first used.
+are in it on a GPU, as kernels in the stream; on a CPU they are made when they are first used. `--clock cpu` counts the
+thread's own time, for a machine on which others run too: it leaves out waiting for a core, not what their work does to
+caches and clock rate.
 """
 
 import argparse
 import datetime
 import json
+import os
 import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -34,6 +38,7 @@ from cp_gdn.segments import resolve_segments
 LAYOUTS = ("contiguous", "zigzag", "zigzag_per_document")
 TOKENS = 261_987
 STAGES = ("partition", "segments", "plan_tables", "total")
+CLOCKS = {"wall": time.perf_counter, "cpu": time.thread_time}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,23 +64,29 @@ class Case:
         return [0, *np.sort(cuts).tolist(), self.tokens]
 
 
-def prepare(case: Case, bounds: list[int], device: torch.device, conv: tuple[int, int] | None) -> tuple[Context, Any]:
+def prepare(
+    case: Case,
+    bounds: list[int],
+    device: torch.device,
+    conv: tuple[int, int] | None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> tuple[Context, Any]:
     """One rank's context, and seconds by stage."""
     seat = Seat(rank=case.world // 2, size=case.world)
     asked = {"device": device, "heads": case.heads, "head_dims": (128, 128), "dtype": torch.bfloat16, "conv": conv}
     asked |= {"backend": "auto", "options": cp_gdn.Options()}
-    times = [time.perf_counter()]
+    times = [clock()]
     part = cp_gdn.partition(bounds, case.world, case.layout)
-    times.append(time.perf_counter())
+    times.append(clock())
     calibration, note = device_calibration(device)
     picked = resolve_segments("auto", part, case.heads[1], calibration, note)
     p = picked.p_of(seat.rank)
     sizes = Sizes.of(case.heads[1], (128, 128), state_dtype(torch.bfloat16).itemsize)
     choice = choose("auto", part, sizes, calibration.times, grid=False)
-    times.append(time.perf_counter())
+    times.append(clock())
     plan = build_plan(part, seat.rank, p_vector=p)
     ctx = assemble_context(part, seat, plan, picked, choice, asked)  # type: ignore[arg-type]
-    times.append(time.perf_counter())
+    times.append(clock())
     parts = [b - a for a, b in pairwise(times)]
     return ctx, dict(zip(STAGES, (*parts, times[-1] - times[0]), strict=True))
 
@@ -84,10 +95,11 @@ def row(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     """Medians in microseconds of the stages, and the least and the most of each."""
     bounds, device = case.bounds(), torch.device(args.device)
     conv = (2 * case.heads[0] * 128 + case.heads[1] * 128, args.conv) if args.conv else None
-    prepare(case, bounds, device, conv)
+    clock = CLOCKS[args.clock]
+    prepare(case, bounds, device, conv, clock)
     if device.type == "cuda":
         torch.cuda.synchronize()
-    runs = [prepare(case, bounds, device, conv) for _ in range(args.repeats)]
+    runs = [prepare(case, bounds, device, conv, clock) for _ in range(args.repeats)]
     ctx, _ = runs[-1]
     found: dict[str, Any] = {
         "shape": f"1x{case.tokens}",
@@ -125,7 +137,7 @@ def print_row(found: dict[str, Any]) -> None:
     print(f"{shape} {found['p']:3}{times}  {found['total_us_spread'][0]:8.0f} to {found['total_us_spread'][1]:.0f}")
 
 
-def result(rows: list[dict[str, Any]], device: str) -> dict[str, Any]:
+def result(rows: list[dict[str, Any]], device: str, clock: str) -> dict[str, Any]:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
     name = torch.cuda.get_device_name() if device.startswith("cuda") else f"{platform.machine()} CPU"
     return {
@@ -133,6 +145,8 @@ def result(rows: list[dict[str, Any]], device: str) -> dict[str, Any]:
         "versions": {"torch": torch.__version__, "numpy": np.__version__, "cp_gdn": cp_gdn.__version__},
         "commit": commit.strip(),
         "date": datetime.date.today().isoformat(),
+        "clock": clock,
+        "load_average": [round(load, 1) for load in os.getloadavg()],
         "rows": rows,
     }
 
@@ -151,6 +165,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--conv", type=int, default=0, metavar="WIDTH", help="with the halo of a convolution")
     parser.add_argument("--scale", action="store_true", help="thousands of documents, and a thousand ranks, too")
+    parser.add_argument("--clock", choices=CLOCKS, default="wall")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -162,7 +177,7 @@ def main() -> None:
         rows.append(row(case, args))
         if not args.json:
             print_row(rows[-1])
-    text = json.dumps(result(rows, args.device), indent=1)
+    text = json.dumps(result(rows, args.device, args.clock), indent=1)
     if args.json:
         print(text)
     if args.out:

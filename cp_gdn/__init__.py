@@ -11,15 +11,16 @@ from cp_gdn.comm import Comm, CommFailed, PlanDisagreement
 from cp_gdn.context import Context, build_context
 from cp_gdn.conv import causal_conv1d
 from cp_gdn.entries import backward, chunk_gated_delta_rule, forward
-from cp_gdn.later import RecomputeHandle, Workspace
+from cp_gdn.handles import RecomputeHandle
 from cp_gdn.layer import GatedDeltaNet
 from cp_gdn.layout import Fragment, Partition, partition
 from cp_gdn.loss import token_mean_loss
-from cp_gdn.op import InputGradients, Saved
 from cp_gdn.options import Options
 from cp_gdn.packing import packed_qkv_views
+from cp_gdn.saved import InputGradients, Saved
 from cp_gdn.sharding import positions, shard, shift_labels, unshard
 from cp_gdn.twin import twin
+from cp_gdn.workspace import Workspace, handoff_bytes, workspace_bytes, workspace_layout
 
 __all__ = [
     "Comm",
@@ -42,6 +43,7 @@ __all__ = [
     "chunk_gated_delta_rule",
     "comm_bytes",
     "forward",
+    "handoff_bytes",
     "packed_qkv_views",
     "parallelize_plan",
     "partition",
@@ -53,6 +55,8 @@ __all__ = [
     "twin",
     "unshard",
     "unsharded",
+    "workspace_bytes",
+    "workspace_layout",
 ]
 
 _INTEGRATIONS = {"GDNContextParallel": "parallel_style", "parallelize_plan": "parallel_style", "unsharded": "seat"}

@@ -2,15 +2,16 @@
 Bt.
 
 Order and precision, stated once: one matrix product per map and state, in the dtype of the states (fp32, or fp64 for
-    fp64 inputs),
-never TF32. Every product has the same shape whatever the number of heads, documents or segments in the call, so that a
-library that picks its algorithm by batch size cannot change bits; entry states are always reached hop by hop from the
-chain's start.
+fp64 inputs), never TF32; on the kernels in the fixed order of ``kernels/fold.cu``, one launch per list of hops. Every
+product has the same shape whatever the number of heads, documents or segments in the call, so that a library that picks
+its algorithm by batch size cannot change bits; entry states are always reached hop by hop from the chain's start.
 """
 
 import torch
 from torch import Tensor
 
+from cp_gdn.backends.hopper_fold import fold
+from cp_gdn.backends.hopper_hops import KernelHops
 from cp_gdn.chains import Hops
 
 
@@ -23,14 +24,27 @@ def apply(maps: Tensor, states: Tensor, *, adjoint: bool) -> Tensor:
     return out
 
 
-def run(hops: Hops, states: Tensor, maps: Tensor, offsets: Tensor | None, *, adjoint: bool = False) -> None:
+def run(
+    hops: Hops,
+    states: Tensor,
+    maps: Tensor,
+    offsets: Tensor | None,
+    *,
+    adjoint: bool = False,
+    dropped: Tensor | None = None,
+) -> None:
     """Take hops step after step, in place: states[dst] = M[map_row] states[src] + offsets[offset_row].
 
     Args:
         hops: uploaded hops; where chains start the offset alone is the state.
         states: [n, HV, K, X], read at src and written at dst.
         maps: [m, HV, K, K]. offsets: [b, HV, K, X], or None for products of maps alone.
+        dropped: [m, HV] int32, not 0 where a map is known to be zero, so that a kernel need not read it; None if that
+            is not known. With ``offsets`` None the flags of the products are written.
     """
+    if isinstance(hops, KernelHops):
+        fold(hops, states, maps, offsets, adjoint=adjoint, dropped=dropped)
+        return
     pieces = hops.table.split([count for count, _ in hops.steps], dim=1)
     for (_, starts), piece in zip(hops.steps, pieces, strict=True):
         dst, src, offset_row, map_row = piece.unbind()

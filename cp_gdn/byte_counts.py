@@ -4,6 +4,7 @@ Everything is a function of the partition and of a layer's shape, so that a plan
 get the same figures from the same functions. Legend of array shapes: W ranks, F fragments of all ranks.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -13,8 +14,10 @@ import torch
 from cp_gdn.a2a.routes import heads_of
 from cp_gdn.backends.precision import state_dtype
 from cp_gdn.backends.torch_chunked import padded
+from cp_gdn.backends.torch_kept import kept_shapes
 from cp_gdn.context import Context
 from cp_gdn.layout import Partition
+from cp_gdn.options import Options
 from cp_gdn.plan import Ints, chunk_counts, segment_counts
 
 FORWARD = ("STATE", "STATE_HOME", "HALO")
@@ -47,7 +50,7 @@ class LayerOnPack:
     Attributes:
         heads, head_dims, dtype, conv: as for `build_context`.
         exchange: "ring", "a2a" or "none", as `choose_exchange` resolves it.
-        p_vector, grid: as `resolve_segments` gives them. save_transfer: see `Options`.
+        p_vector, grid: as `resolve_segments` gives them. options: of the context.
     """
 
     partition: Partition
@@ -58,7 +61,7 @@ class LayerOnPack:
     exchange: str
     p_vector: tuple[int, ...]
     grid: int = 0
-    save_transfer: bool = True
+    options: Options = Options()  # noqa: RUF009 - frozen
 
     @property
     def world_size(self) -> int:
@@ -90,23 +93,26 @@ class LayerOnPack:
         return summed.astype(np.int64)
 
 
-def saved_bytes(ctx: Context) -> dict[str, int]:
+def saved_bytes(ctx: Context, *, use_qk_l2norm_in_kernel: bool = False) -> dict[str, int]:
     """Bytes that one call of the op keeps for its backward on this rank.
 
     Returns:
         ``inputs`` (q, k, v, g, beta: the caller's own tensors, held, not copied; g and beta counted in
         ``ctx.state_dtype``), ``states`` (entry states), ``maps`` and ``owned_maps`` (0 without ``save_transfer``; the
-        latter only with a2a).
+        latter only with a2a), ``tapes`` (0 without ``save="full"``). With ``boundary="recompute"`` all but the inputs
+        are 0, and initial states that are given are held too.
     """
-    return {name: int(each[ctx.rank]) for name, each in kept_by_rank(layer_of(ctx)).items()}
+    kept = kept_by_rank(layer_of(ctx), l2norm=use_qk_l2norm_in_kernel)
+    return {name: int(each[ctx.rank]) for name, each in kept.items()}
 
 
 def comm_bytes(ctx: Context, rank: int | None = None) -> dict[str, Traffic]:
     """Bytes of one forward and one backward of a layer on ``rank`` (this one when None), by purpose as `Comm.record`
     lists them.
 
-    ``STATE`` and ``ADJOINT``, with a2a also ``STATE_HOME`` and ``ADJOINT_HOME``; ``HALO`` and ``HALO_GRAD`` where the
-    context has a convolution. Every rank can ask for every rank, so the slowest link of a pack is known before it runs.
+    ``STATE`` and ``ADJOINT``, with a2a also ``STATE_HOME`` and ``ADJOINT_HOME``; with ``boundary="recompute"`` also
+    ``STATE_AGAIN`` (and ``STATE_AGAIN_HOME``) of the backward; ``HALO`` and ``HALO_GRAD`` where the context has a
+    convolution. Every rank can ask for every rank, so the slowest link of a pack is known before it runs.
     """
     rank = ctx.rank if rank is None else rank
     if not 0 <= rank < ctx.world_size:
@@ -125,7 +131,7 @@ def layer_of(ctx: Context) -> LayerOnPack:
         exchange=ctx.exchange,
         p_vector=ctx.segments.p_vector,
         grid=ctx.segments.grid,
-        save_transfer=ctx.options.save_transfer,
+        options=ctx.options,
     )
 
 
@@ -143,12 +149,13 @@ def busiest(traffic: Mapping[str, AllTraffic], *, forward: bool) -> tuple[int, T
 # ---- kept ------------------------------------------------------------------------------------------------------------
 
 
-def kept_by_rank(layer: LayerOnPack) -> dict[str, Ints]:
+def kept_by_rank(layer: LayerOnPack, *, l2norm: bool = False) -> dict[str, Ints]:
     """`saved_bytes` of every rank, [W] each."""
     table, (heads, value_heads), (key_dim, value_dim) = layer.partition.table, layer.heads, layer.head_dims
     row = (2 * heads * key_dim + value_heads * value_dim) * layer.dtype.itemsize + 2 * value_heads * layer.itemsize
     p = np.asarray(layer.p_vector, dtype=np.int64)[table.rank]
-    segments = segment_counts(chunk_counts(table.offset, table.length), p, layer.grid)
+    chunks = chunk_counts(table.offset, table.length)
+    segments, options = segment_counts(chunks, p, layer.grid), layer.options
     has_prev, has_next = table.prev >= 0, table.next >= 0
     maps = np.maximum(segments - ~has_prev - ~has_next, 0)  # a map has tokens of its document on both sides
     composed = has_prev & has_next & (segments > 1) & (not layer.grid)
@@ -157,10 +164,20 @@ def kept_by_rank(layer: LayerOnPack) -> dict[str, Ints]:
         owned = _shipped_rows(layer).sum() * layer.owned_heads()
     return {
         "inputs": layer.per_rank(table.length) * row,
-        "states": layer.per_rank(segments) * value_heads * layer.state_bytes,
-        "maps": layer.save_transfer * layer.per_rank(maps + composed) * value_heads * layer.map_bytes,
-        "owned_maps": layer.save_transfer * owned * layer.map_bytes,
+        "states": options.keeps_states * layer.per_rank(segments) * value_heads * layer.state_bytes,
+        "maps": options.keeps_maps * layer.per_rank(maps + composed) * value_heads * layer.map_bytes,
+        "owned_maps": options.keeps_maps * owned * layer.map_bytes,
+        "tapes": options.keeps_tapes * layer.per_rank(chunks) * _chunk_tape_bytes(layer, l2norm),
     }
+
+
+def _chunk_tape_bytes(layer: LayerOnPack, l2norm: bool) -> int:
+    """What a forward of the torch backend keeps of one chunk."""
+    key_dim, value_dim = map(padded, layer.head_dims)
+    state = (layer.heads[1], key_dim, value_dim)
+    bound = layer.options.cutoff(layer.dtype) is not None
+    shapes = kept_shapes(1, layer.heads[0], state, l2norm=l2norm, bound=bound)
+    return sum(math.prod(shape) for shape in shapes.values()) * layer.itemsize
 
 
 # ---- sent ------------------------------------------------------------------------------------------------------------
@@ -171,7 +188,7 @@ def traffic_by_rank(layer: LayerOnPack) -> dict[str, AllTraffic]:
     found: dict[str, AllTraffic] = {}
     if layer.exchange == "ring":
         ends, state = hop_ends(layer.partition), layer.heads[1] * layer.state_bytes
-        found["STATE"] = _between(layer, *ends, state)
+        found |= dict.fromkeys(_forward_purposes(layer), _between(layer, *ends, state))
         found["ADJOINT"] = _between(layer, *ends[::-1], state)
     elif layer.exchange == "a2a":
         for purpose, (left, right) in owner_sizes(layer).items():
@@ -199,13 +216,19 @@ def owner_sizes(layer: LayerOnPack) -> dict[str, tuple[Ints, Ints]]:
     table, owned = layer.partition.table, layer.owned_heads()
     crosses, middles = _crosses(layer.partition), _shipped_rows(layer)
     found = {}
-    for purpose, link, maps in (("STATE", table.prev, True), ("ADJOINT", table.next, not layer.save_transfer)):
+    ways = [(purpose, table.prev, True) for purpose in _forward_purposes(layer)]
+    for purpose, link, maps in (*ways, ("ADJOINT", table.next, not layer.options.save_transfer)):
         starts = layer.per_rank(crosses & (link < 0))
         rest = layer.per_rank(crosses & (link >= 0))
         shipped = (starts + middles) * layer.state_bytes + maps * middles * layer.map_bytes
         found[purpose] = shipped, owned
         found[f"{purpose}_HOME"] = owned * layer.state_bytes, rest
     return found
+
+
+def _forward_purposes(layer: LayerOnPack) -> tuple[str, ...]:
+    """Of a forward's exchange, and of the same in a backward that runs it again."""
+    return ("STATE",) if layer.options.keeps_states else ("STATE", "STATE_AGAIN")
 
 
 def halo_ends(part: Partition, width: int, *, reverse: bool) -> tuple[Ints, Ints]:

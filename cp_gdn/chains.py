@@ -3,18 +3,27 @@
 A hop is ``state[dst] = M[map_row] @ state[src] + offset[offset_row]`` (the adjoint: M transposed), or only the offset
 where a chain starts. States 0..n-1 are the entry states of this rank's n segments (exit adjoints in the mirror); the
 rest is the outbox, what leaves this rank. "Before" and "after" follow the direction: in the mirror the successor comes
-before.
+before, and a fragment's first segment is its last one.
+
+Both directions are written by the same lines. Arrays [2, n] and [2, F] hold the forward direction, then the mirror, and
+are indexed flat, by direction * n + segment and direction * F + slot. Legend: n segments, F fragments (slots) of this
+rank.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from cp_gdn.fragments import Ints, Places, runs, unset
-from cp_gdn.layout import Partition
+from cp_gdn.fragments import Ints, runs, unset
 from cp_gdn.listing import ChainOrder as ChainOrder
 from cp_gdn.listing import chain_order as chain_order
-from cp_gdn.plan import NONE, Index, Plan, Segments
+from cp_gdn.plan import Index, Plan
+
+ZERO_ONE = np.arange(2)
+
+COMPOSE, LOCAL, INNER_INDEPENDENT, INNER_DEPENDENT, COMPOSE_MAPS, LEVEL = range(6)
+"""Kinds of hops: see `Chains`. LEVEL + t: exits of what `t` hops between ranks led to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,255 +42,206 @@ class Hops:
 NO_HOPS = Hops(table=np.zeros((4, 0), dtype=np.int64), steps=())
 
 
-def hops_by_step(step: Ints, starts: Ints, *columns: Ints) -> Hops:
-    """Hops sorted by ``step`` (chain starts of a step first); columns are dst, src, offset_row, map_row."""
-    if not len(step):
-        return NO_HOPS
-    key = 2 * step + ~starts
-    counts = np.bincount(key)
-    keys = counts.nonzero()[0]
-    steps = zip(counts[keys].tolist(), (keys % 2 == 0).tolist(), strict=True)
-    return Hops(table=np.array(columns)[:, key.argsort(kind="stable")], steps=tuple(steps))
+def sorted_hops(columns: Ints) -> dict[int, Hops]:
+    """Hops by kind, of columns [7, hops]: kind, step, whether the state before counts, dst, src, offset_row, map_row.
 
-
-def hops_by_level(level: Ints, step: Ints, starts: Ints, *columns: Ints) -> dict[int, Hops]:
-    """The same for each level that has hops, of ``level`` [hops]."""
-    key = 2 * step + ~starts
-    span = int(key.max()) + 1
-    key = level * span + key
+    Chain starts come first in their step.
+    """
+    kind, step, later = columns[:3]
+    if not len(kind):
+        return {}
+    span = 2 * int(np.maximum.reduce(step)) + 2
+    key = kind * span + 2 * step + later
     order = key.argsort(kind="stable")
-    table = np.array(columns)[:, order]
+    table = columns[3:].take(order, axis=1)
+    keys, ends = groups(key[order])
     steps: dict[int, list[tuple[int, bool]]] = {}
     first: dict[int, int] = {}
-    runs_of_keys, cuts = groups(key[order])
-    for run, a, b in zip(runs_of_keys, cuts, cuts[1:], strict=False):
-        at, kind = divmod(run, span)
-        first.setdefault(at, a)
-        steps.setdefault(at, []).append((b - a, kind % 2 == 0))
-    ends = [*first.values(), len(level)][1:]
+    for run, begin, end in zip(keys, ends, ends[1:], strict=False):
+        of, rest = divmod(run, span)
+        if of not in first:
+            first[of], steps[of] = begin, []
+        steps[of].append((end - begin, rest % 2 == 0))
+    cuts = [*first.values(), len(kind)]
     return {
-        at: Hops(table=table[:, a:b], steps=tuple(steps[at])) for (at, a), b in zip(first.items(), ends, strict=True)
+        of: Hops(table=table[:, begin:end], steps=tuple(steps[of]))
+        for of, begin, end in zip(first, cuts, cuts[1:], strict=False)
     }
 
 
 def groups(keys: Ints) -> tuple[list[int], list[int]]:
     """Distinct values of sorted ``keys``, and where the run of each begins, then their number in all."""
-    first = np.ones(len(keys), dtype=bool)
-    np.not_equal(keys[1:], keys[:-1], out=first[1:])
-    starts = first.nonzero()[0]
+    fresh = np.ones(len(keys), dtype=bool)
+    np.not_equal(keys[1:], keys[:-1], out=fresh[1:])
+    starts = fresh.nonzero()[0]
     return keys[starts].tolist(), [*starts.tolist(), len(keys)]
 
 
-def _plain_steps(k: Ints) -> tuple[tuple[int, bool], ...]:
-    """Steps of hops that stand in the order of k, none of them a chain start."""
-    return tuple((n, False) for n in np.bincount(k).tolist())
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Rows:
+    """Where the states, offsets and maps of a plan lie in their buffers. -1: there is none.
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Maps:
-    """Rows of the map buffer, shared by both directions: first the segments' own maps, then the composed ones.
+    Offsets: one per segment with tokens after it, then one composed per fragment of several segments. Maps, shared by
+    both directions: one per segment with tokens on both sides, then likewise. Nothing is composed in grid mode.
 
     Attributes:
-        segments: the segments with tokens of their document on both sides, ascending; row i is the map of segments[i].
-        needed: the same as a mask [n].
-        of_segment: [n] row of each segment's map, -1 where none is needed.
-        of_slot: [slots] row of each fragment's map: composed if it has several segments, -1 where none is needed.
-        compose: hops inside the buffer that fill the composed rows, left to right; they use no offsets.
-        size: rows in all.
+        first: [2F] first segment of each fragment (any number if empty).
+        map_of_segment, map_of_slot: [n], [F]. num_maps: rows in all.
+        offset_of_segment, offset_of_slot: [2n], [2F]. num_offsets: rows in all, of both directions.
+        exit_state: [2F] state that a fragment's exit goes to. num_states: entry states and outbox, of both.
+        remote: whether a fragment's entry state comes with a message or by way of one, bool [2F].
     """
 
-    segments: Ints
-    needed: Ints
-    of_segment: Ints
-    of_slot: Ints
-    compose: Hops
-    size: int
-
-
-def build_maps(segments: Segments, *, grid: bool) -> Maps:
-    """The map rows of a plan; nothing is composed in grid mode."""
-    needed = segments.has_prev & segments.has_next
-    ids = needed.nonzero()[0]
-    of_segment = np.where(needed, needed.cumsum() - 1, -1)
-    first, count = segments.of_slot[:-1], segments.per_slot
-    of_slot = unset(len(count))
-    filled = count.nonzero()[0]
-    inside = segments.has_prev[first[filled]] & segments.has_next[segments.of_slot[1:][filled] - 1]
-    whole = filled[inside]
-    of_slot[whole] = of_segment[first[whole]]
-    several = NONE if grid else whole[count[whole] > 1]
-    of_slot[several] = len(ids) + np.arange(len(several))
-    compose = NO_HOPS
-    if len(several):
-        composed = np.zeros(len(count), dtype=bool)
-        composed[several] = True
-        k, slots = (x[composed[segments.joints[1]]] for x in segments.joints)
-        src = np.where(k > 0, of_slot[slots], of_segment[first[slots]])
-        rows = of_segment[first[slots] + k + 1]
-        compose = Hops(table=np.array((of_slot[slots], src, rows, rows)), steps=_plain_steps(k))
-    return Maps(
-        segments=ids,
-        needed=needed,
-        of_segment=of_segment,
-        of_slot=of_slot,
-        compose=compose,
-        size=len(ids) + len(several),
-    )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Chains:
-    """One direction of a plan: what is summarized, and the hops that turn summaries and messages into states.
-
-    Attributes:
-        reverse: whether this is the mirror (adjoint).
-        summarized: segments with something after them; row i of the offset buffer is the offset of segments[i].
-        row_of_segment: [n] that row, -1 without one.
-        compose: hops inside the offset buffer that fill the composed rows. num_offsets: its rows in all.
-        num_states: entry states and outbox. exit_state: [slots] state that a fragment's exit goes to, -1 if nothing is
-            after it.
-        local: hops that need no message: chain starts, and chains that stay on this rank.
-        independent: whether the entry state of a segment needs no message, bool [n].
-        inner_independent, inner_dependent: hops from a fragment's first segment to its others.
-    """
-
-    reverse: bool
-    summarized: Ints
-    row_of_segment: Ints
-    compose: Hops
-    num_offsets: int
-    num_states: int
+    first: Ints
+    map_of_segment: Ints
+    map_of_slot: Ints
+    num_maps: int
+    offset_of_segment: Ints
+    offset_of_slot: Ints
+    num_offsets: list[int]
     exit_state: Ints
-    local: Hops
-    independent: Ints
-    inner_independent: Hops
-    inner_dependent: Hops
+    num_states: list[int]
+    remote: Ints
 
 
-class HopBuilder:
-    """Writes the hops of one direction; knows the rows, no messages."""
-
-    def __init__(self, part: Partition, plan: Plan, maps: Maps, *, reverse: bool) -> None:
-        self.part, self.plan, self.maps, self.reverse = part, plan, maps, reverse
-        self.segments, self.count = plan.segments, plan.segments.per_slot
-        self.places: Places = plan.places[reverse]
-        has_after = self.segments.has_prev if reverse else self.segments.has_next
-        self.summarized = has_after.nonzero()[0]
-        self.row_of_segment = np.where(has_after, has_after.cumsum() - 1, -1)
-        self.has_after_slot = self.places.after >= 0
-        self.row_of_slot = unset(len(self.count))
-        leaving = self.has_after_slot.nonzero()[0]
-        self.row_of_slot[leaving] = self.row_of_segment[self.segment(leaving, 0)]
-        self.several = NONE if plan.grid else leaving[self.count[leaving] > 1]
-        self.row_of_slot[self.several] = len(self.summarized) + np.arange(len(self.several))
-        self.exit_state = self._exit_states(leaving)
-
-    @property
-    def mine(self) -> slice:
-        """This rank's rows of the table of all fragments."""
-        return self.part.rows(self.plan.rank)
-
-    def segment(self, slots: Ints, k: int | Ints) -> Ints:
-        """The k-th segment, in this direction, of each fragment."""
-        return self.segments.of_slot[slots + 1] - 1 - k if self.reverse else self.segments.of_slot[slots] + k
-
-    def _exit_states(self, leaving: Ints) -> Ints:
-        """A successor on the same rank is entered directly, any other through the outbox."""
-        out = unset(len(self.count))
-        far = self.places.after[leaving] != self.plan.rank
-        out[leaving] = len(self.segments) + far.cumsum() - 1
-        near = leaving[~far]
-        out[near] = self.segment(self.places.after_slot[near], 0)
-        self.num_states = len(self.segments) + int(np.count_nonzero(far))
-        return out
-
-    def compose(self) -> Hops:
-        """Offsets of fragments with several segments, in the order in which a state would pass them."""
-        if not len(self.several):
-            return NO_HOPS
-        k, slots = self._joints(self.has_after_slot)
-        ids, dst = self.segment(slots, k + 1), self.row_of_slot[slots]
-        src = np.where(k > 0, dst, self.row_of_segment[self.segment(slots, 0)])
-        columns = dst, src, self.row_of_segment[ids], self.maps.of_segment[ids]
-        return Hops(table=np.array(columns), steps=_plain_steps(k))
-
-    def _joints(self, chosen: Ints) -> tuple[Ints, Ints]:
-        """`Segments.joints` of the fragments of a mask."""
-        k, slots = self.segments.joints
-        keep = chosen[slots]
-        return k[keep], slots[keep]
-
-    def exits(self, slots: Ints, wave: Ints) -> Hops:
-        """Each fragment's exit from its entry, wave after wave: through its composed map, or in grid mode through every
-        segment's own.
-        """
-        return hops_by_step(*self._exits(slots, wave)[1:]) if len(slots) else NO_HOPS
-
-    def exits_by_level(self, slots: Ints) -> dict[int, Hops]:
-        """The exits of each level that has some."""
-        if not len(slots):
-            return {}
-        owner, *hops = self._exits(slots, self.places.wave[slots])
-        return hops_by_level(self.places.level[slots[owner]], *hops)
-
-    def _exits(self, slots: Ints, wave: Ints) -> tuple[Ints, ...]:
-        """Index of the fragment, step, chain start and columns of each hop."""
-        starts = self.places.before[slots] < 0
-        if not self.plan.grid:
-            entry, rows = self.segment(slots, 0), self.row_of_slot[slots]
-            return np.arange(len(slots)), wave, starts, self.exit_state[slots], entry, rows, self.maps.of_slot[slots]
-        count = self.count[slots]
-        owner, k = runs(count)
-        ids, last = self.segment(slots[owner], k), k + 1 == count[owner]
-        following = self.segment(slots[owner], np.minimum(k + 1, count[owner] - 1))
-        dst = np.where(last, self.exit_state[slots[owner]], following)
-        step = wave[owner] * (int(count.max()) + 1) + k
-        return owner, step, starts[owner] & (k == 0), dst, ids, self.row_of_segment[ids], self.maps.of_segment[ids]
-
-    def inner(self, chosen: Ints) -> Hops:
-        """From the entry of each fragment of a mask to the entries of its later segments."""
-        k, slots = self._joints(chosen)
-        if not len(k):
-            return NO_HOPS
-        ids = self.segment(slots, k)
-        dst = ids - 1 if self.reverse else ids + 1
-        table = np.array((dst, ids, self.row_of_segment[ids], self.maps.of_segment[ids]))
-        starts = (self.places.before[slots] < 0) & (k == 0)
-        num_starts = int(np.count_nonzero(starts))
-        if not num_starts:
-            return Hops(table=table, steps=_plain_steps(k))
-        order = np.concatenate((starts.nonzero()[0], (~starts).nonzero()[0]))
-        first, *later = np.bincount(k).tolist()
-        steps = (num_starts, True), (first - num_starts, False), *((n, False) for n in later)
-        return Hops(table=table[:, order], steps=tuple(step for step in steps if step[0]))
-
-
-def build_chains(builder: HopBuilder, *, exchange_steps_segments: bool) -> Chains:
-    """One direction of a plan.
-
-    Args:
-        builder: the direction's hop builder.
-        exchange_steps_segments: the exchange leaves the entry states of all segments it passes behind (ring in grid
-            mode).
-    """
-    places, segments, filled = builder.places, builder.segments, builder.count > 0
-    remote = places.crosses & (places.position > 0)
-    local, leaves = filled & ~remote, builder.has_after_slot
-    with_exit = (local & leaves).nonzero()[0]
-    inner_local, inner_remote = local, remote
-    if builder.plan.grid:
-        inner_local = local & ~leaves
-        inner_remote = remote & ~leaves if exchange_steps_segments else remote
-    return Chains(
-        reverse=builder.reverse,
-        summarized=builder.summarized,
-        row_of_segment=builder.row_of_segment,
-        compose=builder.compose(),
-        num_offsets=len(builder.summarized) + len(builder.several),
-        num_states=builder.num_states,
-        exit_state=builder.exit_state,
-        local=builder.exits(with_exit, places.position[with_exit]),
-        independent=local[segments.slot],
-        inner_independent=builder.inner(inner_local),
-        inner_dependent=builder.inner(inner_remote),
+def build_rows(plan: Plan) -> Rows:
+    """Number the rows of a plan."""
+    segments, places = plan.segments, plan.places
+    before, after = segments.around
+    first, last = segments.of_slot[:-1], segments.of_slot[1:] - 1
+    leaves = places.after >= 0
+    of_segment, of_slot, counts = _numbered(
+        np.array((after, before, before & after)),
+        np.array((*leaves, leaves[0] & leaves[1])),
+        np.array((first, last, first)),
+        (segments.per_slot > 1) & (not plan.grid),
     )
+    firsts = np.concatenate((first, last))
+    exit_state, num_states = _exit_states(plan, firsts, leaves)
+    return Rows(
+        first=firsts,
+        map_of_segment=of_segment[2],
+        map_of_slot=of_slot[2],
+        num_maps=counts[2],
+        offset_of_segment=of_segment[:2].reshape(-1),
+        offset_of_slot=of_slot[:2].reshape(-1),
+        num_offsets=counts[:2],
+        exit_state=exit_state,
+        num_states=num_states,
+        remote=(places.crosses & (places.before >= 0)).reshape(-1),
+    )
+
+
+def _numbered(needed: Ints, whole: Ints, first: Ints, several: Ints) -> tuple[Ints, Ints, list[int]]:
+    """Rows in each of d buffers: of the segments that need one, bool [d, n], of the fragments that are passed as a
+    whole, bool [d, F], and how many there are. ``first``: a fragment's first segment; ``several``: it has more."""
+    of_segment = np.add.accumulate(needed, axis=1, dtype=np.int64) * needed - 1
+    slots = whole.reshape(-1).nonzero()[0]
+    segment = (first + needed.shape[1] * np.arange(len(needed))[:, None]).reshape(-1)[slots]
+    of_slot = unset(*whole.shape)
+    of_slot.reshape(-1)[slots] = of_segment.reshape(-1)[segment]
+    counts = [int(np.count_nonzero(each)) for each in needed]
+    composed = whole & several
+    if np.count_nonzero(composed):
+        rows = np.add.accumulate(composed, axis=1, dtype=np.int64)
+        of_slot = np.where(composed, rows + (np.array(counts)[:, None] - 1), of_slot)
+        counts = [count + int(np.count_nonzero(each)) for count, each in zip(counts, composed, strict=True)]
+    return of_segment, of_slot, counts
+
+
+def _exit_states(plan: Plan, first: Ints, leaves: Ints) -> tuple[Ints, list[int]]:
+    """A successor on the same rank is entered directly, any other through the outbox."""
+    places, num_segments = plan.places, len(plan.segments)
+    near = places.after == plan.rank
+    far = leaves & ~near
+    outbox = np.add.accumulate(far, axis=1, dtype=np.int64)
+    exit_state = ((outbox + num_segments) * far - 1).ravel()
+    slots = near.ravel().nonzero()[0]
+    if len(slots):
+        num_slots = len(plan.fragments.doc)
+        exit_state[slots] = first[places.after_slot.ravel()[slots] + num_slots * (slots >= num_slots)]
+    return exit_state, [num_segments + int(np.count_nonzero(each)) for each in far]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Chains:
+    """The hops that turn summaries and messages into states; `of` gives those of one kind and direction.
+
+    COMPOSE: inside the offset buffer, to fill the composed rows. COMPOSE_MAPS: the same of maps, forward only.
+    LOCAL: exits that need no message: chain starts, and chains that stay on this rank.
+    INNER_INDEPENDENT, INNER_DEPENDENT: from a fragment's first segment to its others, where the first needs no message,
+        and where it does.
+    LEVEL + t: exits behind messages, where this rank steps them itself (ring): those of level t.
+    """
+
+    rows: Rows
+    hops: dict[int, Hops]
+
+    def of(self, kind: int, reverse: bool = False) -> Hops:
+        return self.hops.get(2 * kind + reverse, NO_HOPS)
+
+    def levels(self, reverse: bool) -> dict[int, Hops]:
+        """Hops of LEVEL + t by t."""
+        return {
+            kind // 2 - LEVEL: hops for kind, hops in self.hops.items() if kind >= 2 * LEVEL and kind % 2 == reverse
+        }
+
+
+def build_chains(plan: Plan, *, steps_on: bool) -> Chains:
+    """The hops of a plan. ``steps_on``: this rank steps the states of its messages on (ring)."""
+    rows = build_rows(plan)
+    families = [*_inside_fragments(plan, rows, steps_on), _exits(plan, rows, steps_on)]
+    return Chains(rows=rows, hops=sorted_hops(np.concatenate(families, axis=1)))
+
+
+def _inside_fragments(plan: Plan, rows: Rows, steps_on: bool) -> Iterator[Ints]:
+    """Inner hops, and compositions, which pass the same joints (k, k + 1) of each fragment in the same order."""
+    k, slot = plan.segments.joints
+    if not len(k):
+        return
+    size, num_segments, num_slots = len(k), len(plan.segments), len(rows.map_of_slot)
+    mirror, k, both = ZERO_ONE.repeat(size), np.concatenate((k, k)), np.concatenate((slot, slot + num_slots))
+    sign, flat = 1 - 2 * mirror, num_segments * mirror
+    here = rows.first[both] + sign * k
+    there = here + sign
+    offset, offset_there = rows.offset_of_segment[here + flat], rows.offset_of_segment[there + flat]
+    maps, maps_there = rows.map_of_segment[here], rows.map_of_segment[there]
+    remote, leaves = rows.remote[both], plan.places.after.reshape(-1)[both] >= 0
+    later = (plan.places.before.reshape(-1)[both] >= 0) | (k > 0)
+    inner = np.array((2 * (INNER_INDEPENDENT + remote) + mirror, k, later, there, here, offset, maps))
+    if plan.grid:  # exits pass every segment
+        yield inner[:, ~leaves | (remote & (not steps_on))]
+        return
+    yield inner
+    whole, always = rows.offset_of_slot[both], np.ones_like(k)
+    source = np.where(k > 0, whole, offset)
+    yield np.array((mirror + 2 * COMPOSE, k, always, whole, source, offset_there, maps_there))[:, leaves]
+    k, maps, maps_there, kind = k[:size], maps[:size], maps_there[:size], np.full(size, 2 * COMPOSE_MAPS)
+    whole = rows.map_of_slot[slot]
+    source, inside = np.where(k > 0, whole, maps), leaves[:size] & leaves[size:]
+    yield np.array((kind, k, always[:size], whole, source, maps_there, maps_there))[:, inside]
+
+
+def _exits(plan: Plan, rows: Rows, steps_on: bool) -> Ints:
+    """Each fragment's exit from its entry: through its composed map, or in grid mode through every segment's own."""
+    places, num_slots = plan.places, len(rows.map_of_slot)
+    leaves = places.after.reshape(-1) >= 0
+    both = (leaves if steps_on else leaves & ~rows.remote).nonzero()[0]
+    mirror = both >= num_slots
+    slot = both - num_slots * mirror
+    kind, step = mirror + 2 * LOCAL, places.position.reshape(-1)[both]
+    if steps_on:
+        remote, level, wave = rows.remote[both], places.level.reshape(-1)[both], places.wave.reshape(-1)[both]
+        kind, step = kind + 2 * remote * (LEVEL - LOCAL + level), np.where(remote, wave, step)
+    later, src, dst = places.before.reshape(-1)[both] >= 0, rows.first[both], rows.exit_state[both]
+    if not plan.grid:
+        return np.array((kind, step, later, dst, src, rows.offset_of_slot[both], rows.map_of_slot[slot]))
+    count = plan.segments.per_slot[slot]
+    owner, k = runs(count)
+    kind, step, later, dst, src, mirror, last = (x[owner] for x in (kind, step, later, dst, src, mirror, count - 1))
+    sign = 1 - 2 * mirror
+    src = src + sign * k
+    step = step * (int(count.max(initial=0)) + 1) + k
+    dst = np.where(k == last, dst, src + sign)
+    offset = rows.offset_of_segment[src + len(plan.segments) * mirror]
+    return np.array((kind, step, later | (k > 0), dst, src, offset, rows.map_of_segment[src]))

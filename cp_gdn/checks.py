@@ -74,14 +74,12 @@ def token_rows(tensors: Sequence[Tensor], scale: float, l2norm: bool) -> Inputs:
     return Inputs(q=q, k=k, v=v, g=g, beta=beta, scale=scale, l2norm=l2norm)
 
 
-def check_choices(ctx: "Context", scale: object, l2norm: object, workspace: object) -> tuple[float, bool]:
+def check_choices(ctx: "Context", scale: object, l2norm: object) -> tuple[float, bool]:
     """The scale and the flag of a call; what is not a tensor is refused here."""
     if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (int, float))):
         raise TypeError(f"scale: got {type(scale).__name__}, expected a number, or None for K ** -0.5")
     if not isinstance(l2norm, bool):
         raise TypeError(f"use_qk_l2norm_in_kernel: got {type(l2norm).__name__}, expected True or False")
-    if workspace is not None:
-        raise NotImplementedError("workspace: caller-held workspaces are not there yet; leave workspace=None")
     return ctx.head_dims[0] ** -0.5 if scale is None else float(scale), l2norm
 
 
@@ -116,9 +114,7 @@ def check_context(part: Any, comm: Comm, asked: dict[str, Any]) -> tuple[tuple[i
         ) from None
     if asked["dtype"] not in DTYPES:
         raise TypeError(f"dtype: got {asked['dtype']}, expected {' or '.join(map(str, DTYPES))}")
-    if asked["backend"] == "hopper":
-        raise NotImplementedError('backend="hopper" is not there yet; use backend="torch" or "auto"')
-    if asked["backend"] not in ("auto", "torch"):
+    if asked["backend"] not in ("auto", "torch", "hopper"):
         raise ValueError(f"backend: got {asked['backend']!r}, expected 'auto', 'torch' or 'hopper'")
     if not isinstance(asked["options"], Options):
         raise TypeError(f"options: got {type(asked['options']).__name__}, expected cp_gdn.Options")

@@ -130,16 +130,35 @@ class Comm:
 
     def agree(self, what: str, fields: Mapping[str, str]) -> None:
         """Raise PlanDisagreement on every rank unless all give the same fields. Through the store, no CUDA call."""
-        self._check()
         if self.size == 1:
+            self._check()
             return
-        self._agreements += 1
-        values = self._collect(f"agree/{self._agreements}", f"agreeing on {what}", json.dumps({"call": what, **fields}))
-        differing = differences([json.loads(value) for value in values])
+        differing = differences(self._shared(what, fields))
         if differing:
             raise PlanDisagreement(
                 f"{what}: the ranks of this group did not give the same values; nothing was sent.\n{differing}"
             )
+
+    def share(self, what: str, value: str) -> list[str]:
+        """Every rank's ``value`` in rank order, on every rank. Through the store, no CUDA call.
+
+        Raises PlanDisagreement if another rank is in another call.
+        """
+        if self.size == 1:
+            self._check()
+            return [value]
+        values = self._shared(what, {"value": value})
+        differing = differences([{"call": each["call"]} for each in values])
+        if differing:
+            raise PlanDisagreement(f"{what}: the ranks of this group are in different calls.\n{differing}")
+        return [each["value"] for each in values]
+
+    def _shared(self, what: str, fields: Mapping[str, str]) -> list[dict[str, str]]:
+        """Every rank's call and fields."""
+        self._check()
+        self._agreements += 1
+        mine = json.dumps({"call": what, **fields})
+        return [json.loads(each) for each in self._collect(f"agree/{self._agreements}", f"agreeing on {what}", mine)]
 
     @contextmanager
     def guard(self, what: str) -> Iterator[None]:

@@ -14,11 +14,14 @@ import torch
 from torch import Tensor
 
 from cp_gdn._version import __version__
+from cp_gdn.backends.choice import TORCH, BackendChoice, choose_backend
+from cp_gdn.backends.hopper_backward import HopperKernels
+from cp_gdn.backends.hopper_tables import for_kernels
 from cp_gdn.backends.precision import state_dtype
 from cp_gdn.backends.torch_backend import TorchBackend
 from cp_gdn.backends.torch_chunked import padded
 from cp_gdn.calibration import Calibration, calibration_for
-from cp_gdn.chains import HopBuilder, build_chains, build_maps
+from cp_gdn.chains import build_chains
 from cp_gdn.checks import check_comm, check_context
 from cp_gdn.comm import Comm
 from cp_gdn.exchange import Choice, Routes, Sizes, build_routes, choose
@@ -26,6 +29,7 @@ from cp_gdn.halo import Halo, build_halo, device_halo
 from cp_gdn.layout import Partition
 from cp_gdn.options import Options
 from cp_gdn.plan import Plan, build_plan
+from cp_gdn.recompute import release
 from cp_gdn.schedule import Schedule, build_schedule
 from cp_gdn.segments import SegmentChoice, resolve_segments
 from cp_gdn.tables import upload
@@ -42,7 +46,8 @@ class Context:
 
     Attributes:
         heads: (H, HV). head_dims: (K, V). dtype: of q, k, v and o. conv: (channels, width) of the convolution, or None.
-        segments, exchange: what was chosen and why. backend: the stages of this rank.
+        segments, exchange, taken (the backend): what was chosen and why.
+        backend: the stages of this rank in torch. kernels: those on the Hopper kernels, or None.
         plan, schedule, routes, halo: see their modules; tables are on ``device``.
         last_call: what the last call of the op on this context ran, and why (docs/design.md has the keys).
         handle: key of this context in `CONTEXTS`; a number is never used again, as an address would be.
@@ -62,7 +67,9 @@ class Context:
     schedule: Schedule
     routes: Routes
     halo: Halo | None
+    taken: BackendChoice
     backend: TorchBackend
+    kernels: HopperKernels | None
     asked: dict[str, Any]
     last_call: dict[str, Any] = field(default_factory=dict)
     handle: int = field(init=False, default_factory=itertools.count(1).__next__)
@@ -118,9 +125,10 @@ class Context:
         """(HV, K, V) of a state as it is stored and sent: head dims padded to a multiple of 16."""
         return (self.heads[1], padded(self.head_dims[0]), padded(self.head_dims[1]))
 
-    def note_call(self, entry: str, direction: str, *, keeps: bool = True) -> None:
-        """Write `last_call`. ``keeps``: whether this forward saved anything for a backward."""
-        asked, options, segments = self.asked["backend"], self.options, self.segments
+    def note_call(self, entry: str, direction: str, *, keeps: bool = True, **decided: str) -> None:
+        """Write `last_call`. ``keeps``: whether this forward saved anything for a backward. ``decided``: see
+        `recompute.Decision`."""
+        options, segments = self.options, self.segments
         p: Any = segments.p_vector if segments.rule == "fixed" else self.plan.p
         self.last_call.clear()
         self.last_call.update(
@@ -131,10 +139,11 @@ class Context:
             segments=f"grid:{self.plan.grid}" if self.plan.grid else p,
             segments_rule=segments.rule,
             segments_note=segments.note,
-            backend="torch",
-            backend_reason="asked for" if asked == "torch" else "auto: the only one that is there yet",
-            saved=options.save if keeps else "nothing",
-            maps="saved" if options.save_transfer else "recomputed",
+            backend=self.taken.kind,
+            backend_reason=self.taken.reason,
+            saved=options.save if keeps and options.keeps_states else "nothing",
+            maps="saved" if options.keeps_maps else "recomputed",
+            **decided,
         )
 
     def with_heads(
@@ -166,10 +175,11 @@ def build_context(
         device: where the call's tensors live. heads: (H, HV). head_dims: (K, V). dtype: of q, k and v.
         conv: (channels, width) of the layer's causal convolution, None without one.
         segments: P for all ranks, a P vector, "grid:N", a rule's name or "auto". exchange: "ring", "a2a" or "auto".
-        backend: "torch" or "auto" ("hopper" is not there yet).
+        backend: "hopper" (the kernels in ``kernels/``), "torch", or "auto": the kernels where every rank can run them.
 
     Raises:
         ValueError, TypeError: an argument is refused; nothing was sent.
+        RuntimeError: ``backend="hopper"``, and the kernels do not fit the arguments or this machine.
         PlanDisagreement: ranks called with different arguments; every rank's value is listed, on every rank.
     """
     with check_comm(comm).guard("build_context"):
@@ -189,8 +199,9 @@ def build_context(
         picked = resolve_segments(segments, part, heads[1], calibration, note)
         sizes = Sizes.of(heads[1], head_dims, state_dtype(dtype).itemsize)
         choice = choose(exchange, part, sizes, calibration.times, grid=picked.grid > 0)
+        taken = choose_backend(asked, comm)
         plan = build_plan(part, comm.rank, p_vector=picked.p_of(comm.rank), grid=picked.grid)
-        ctx = assemble_context(part, comm, plan, picked, choice, asked)
+        ctx = assemble_context(part, comm, plan, picked, choice, {**asked, "taken": taken})
         comm.agree("context", digest_fields(ctx))
     log.info("cp_gdn: %s over %d ranks, exchange %s (%s)", part.layout, comm.size, choice.kind, choice.reason)
     return ctx
@@ -207,40 +218,53 @@ def device_calibration(device: torch.device) -> tuple[Calibration, str]:
 def assemble_context(
     part: Partition, comm: Comm, plan: Plan, picked: SegmentChoice, choice: Choice, asked: dict[str, Any]
 ) -> Context:
-    """Tables, routes and halo of a plan, uploaded in one copy; ``asked``: arguments of `build_context`. No message."""
-    device, conv = torch.device(asked["device"]), asked["conv"]
-    maps = build_maps(plan.segments, grid=bool(plan.grid))
-    builders = [HopBuilder(part, plan, maps, reverse=reverse) for reverse in (False, True)]
-    stepped = plan.grid > 0 and choice.kind == "ring"
-    chains = [build_chains(b, exchange_steps_segments=stepped) for b in builders]
-    schedule = build_schedule(part, plan, maps, chains)
-    routes = build_routes(choice.kind, part, builders, chains)
+    """Tables, routes and halo of a plan, uploaded in one copy; no message.
+
+    Args:
+        asked: arguments of `build_context`, and under "taken" the backend that was chosen, torch without it.
+    """
+    asked = dict(asked)
+    taken, device, conv = asked.pop("taken", TORCH), torch.device(asked["device"]), asked["conv"]
+    heads, cutoff = tuple(asked["heads"]), asked["options"].cutoff(asked["dtype"])
+    chains = build_chains(plan, steps_on=choice.kind == "ring")
+    schedule = build_schedule(part, plan, chains)
+    routes = build_routes(choice.kind, part, plan, chains)
     halo = None if conv is None else build_halo(part, comm.rank, conv[1])
-    schedule, routes, moved = upload((schedule, routes, halo), device)
-    device_side = None if moved is None else device_halo(moved)
-    if device.type != "cpu":  # tables with an entry per token: now, and not first inside of a graph capture
-        schedule.tokens.make()
-        if device_side is not None:
-            device_side.make()
-    options: Options = asked["options"]
+    tables = None
+    if taken.kind == "hopper":
+        schedule, routes, tables = for_kernels(plan, schedule, routes, heads[1])
+    schedule, routes, moved, tables = upload((schedule, routes, halo, tables), device)
+    device_side = _made(schedule, moved, device)
     return Context(
         partition=part,
         comm=comm,
         device=device,
-        heads=tuple(asked["heads"]),
+        heads=heads,
         head_dims=tuple(asked["head_dims"]),
         dtype=asked["dtype"],
         conv=None if conv is None else tuple(conv),
-        options=options,
+        options=asked["options"],
         segments=picked,
         choice=choice,
         plan=plan,
         schedule=schedule,
         routes=routes,
         halo=device_side,
-        backend=TorchBackend(schedule=schedule, cutoff=options.cutoff(asked["dtype"])),
+        taken=taken,
+        backend=TorchBackend(schedule=schedule, cutoff=cutoff),
+        kernels=None if tables is None else HopperKernels.of(tables, heads, cutoff),
         asked=asked,
     )
+
+
+def _made(schedule: Schedule, moved: Any, device: torch.device) -> Halo | None:
+    """The halo on the device; tables with an entry per token are made now, and not first inside of a graph capture."""
+    device_side = None if moved is None else device_halo(moved)
+    if device.type != "cpu":
+        schedule.tokens.make()
+        if device_side is not None:
+            device_side.make()
+    return device_side
 
 
 def digest_fields(ctx: Context) -> dict[str, str]:
@@ -257,8 +281,9 @@ def digest_fields(ctx: Context) -> dict[str, str]:
         "conv": str(ctx.conv),
         "segments": _short(ctx.segments.agreed),
         "exchange": ctx.choice.kind,
-        "backend": "torch",
+        "backend": ctx.taken.kind,
         "options": str(ctx.options),
+        "torch": release(),
     }
 
 

@@ -14,6 +14,7 @@ import torch
 from cp_gdn import library
 from cp_gdn.checks import DTYPES, check_tensor, token_shape
 from cp_gdn.halo import DeviceSide, Halo
+from cp_gdn.handles import RecomputeHandle, check_handle
 
 if TYPE_CHECKING:
     from cp_gdn.comm import Pending
@@ -27,19 +28,23 @@ def causal_conv1d(
     *,
     ctx: Context,
     activation: str | None = "silu",
+    recompute: RecomputeHandle | None = None,
 ) -> torch.Tensor:
     """Convolve this rank's tokens, x_l [1, T, C] or [T, C], with weight [C, w] and bias [C]; y is shaped like x_l.
 
     History that lies on other ranks is fetched in one all-to-all, in which every rank takes part if any document is
     cut; the backward is its mirror. The gradients of weight and bias are this rank's partial sums: sum them over the
-    group. Errors name the argument and come before any message.
+    group. With ``recompute`` a checkpoint's recompute fetches nothing. Errors name the argument and come before any
+    message.
     """
     if library.is_wanted():
+        check_handle(recompute, ctx)
         out: tuple[torch.Tensor, torch.Tensor] = forward_op(x_l, weight, bias, ctx.handle, activation)
         return out[0]
     with ctx.comm.guard("causal_conv1d"):
         _check(x_l, weight, bias, ctx, activation)
-        y: torch.Tensor = _CausalConv.apply(x_l, weight, bias, ctx, activation)
+        handle = check_handle(recompute, ctx)
+        y: torch.Tensor = _CausalConv.apply(x_l, weight, bias, ctx, activation, handle)
         return y
 
 
@@ -52,8 +57,13 @@ class _CausalConv(torch.autograd.Function):
         bias: torch.Tensor | None,
         ctx: Context,
         activation: str | None,
+        handle: RecomputeHandle | None,
     ) -> torch.Tensor:
-        y, saved = forward(x, weight, bias, ctx, activation)
+        halo = None if handle is None else handle.take("halo", ctx)
+        y, saved = forward(x, weight, bias, ctx, activation, halo)
+        if handle is not None:
+            # an empty halo is a view of x, which a handle must not keep
+            handle.fill("halo", ctx, saved[1] if saved[1].numel() else torch.empty_like(saved[1]))
         fctx.save_for_backward(*saved)
         fctx.cp, fctx.activation = ctx, activation
         return y
@@ -63,20 +73,25 @@ class _CausalConv(torch.autograd.Function):
         saved: Saved = fctx.saved_tensors
         with fctx.cp.comm.guard("causal_conv1d backward"):
             grads = library.only_once(lambda: backward(dy, saved, fctx.cp, fctx.activation), (dy, *saved))
-            return *grads, None, None
+            return *grads, None, None, None
 
 
 Saved = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
 def forward(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ctx: Context, activation: str | None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    ctx: Context,
+    activation: str | None,
+    halo: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Saved]:
-    """y like x, and what `backward` needs: (x, halo rows [R, C], weight, bias)."""
+    """y like x, and what `backward` needs: (x, halo rows [R, C], weight, bias). A given halo is not fetched."""
     plan = _halo(ctx)
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
         own = x.reshape(ctx.num_tokens, weight.shape[0])
-        halo = _finish(_start(own, plan.forward, ctx, "HALO"), own)
+        halo = _finish(_start(own, plan.forward, ctx, "HALO"), own) if halo is None else halo
         pre = _pre_activation(_extend(own, halo), weight, bias, plan.forward.taps)
         y = pre * _sigmoid(pre) if activation == "silu" else pre
         return y.to(x.dtype).reshape(x.shape), (x, halo, weight, bias)

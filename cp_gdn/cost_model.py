@@ -29,10 +29,11 @@ _NO_ROWS = ((0, 0, 0, 0),)
 
 
 def _kind(row: Row) -> tuple[int, ...]:
-    """Chunks (at least 1) and number of such fragments, whether one holds its chain's end and its start, and the folds
-    that pass it: entry states in both directions, composed offsets in either, composed maps."""
+    """Chunks (at least 1) and number of such fragments, whether one holds its chain's start, the folds that pass it
+    (entry states in both directions, composed offsets in either, composed maps), and whether its longer and its shorter
+    segments hold the chain's end: never, and where that is in the fragment."""
     nc, out, into, count = row
-    return (nc, count, 1 - out, 1 - into, 2 + out + into + out * into) if nc else (1, 0, 1, 1, 0)
+    return (nc, count, 1 - into, 2 + out + into + out * into, 0, 1 - out) if nc else (1, 0, 1, 0, 0, 1)
 
 
 class RankModel:
@@ -61,36 +62,34 @@ class RankModel:
         # Short segments of a head are walked in runs of about `item_chunks`; shorter ones where SMs would stay idle.
         run = np.minimum(ceil_div(min(self.even, settings.item_chunks), lengths), segments[0])
         np.maximum(run, 1, out=run)
-        self.lengths, self.jobs = lengths * run, ceil_div(segments, run) * heads
+        self.lengths, self.jobs = lengths * run, (segments + (run - 1)) // run * heads
         self.walks = makespan_bound(self.lengths, self.jobs, sm_count)
         self.hops = self._fold_hops()
 
     def _segments(self) -> tuple[Ints, Ints]:
         """Chunks [P, 2J] and number per head [3, P, 2J] of the segments; of each kind the longer ones first."""
-        nc, count, is_end, is_start, _ = self.kinds
+        (nc, count, is_start, _), last = self.kinds[:4], self.kinds[4:].T
         base, longer = np.divmod(nc, self.parts)
-        lengths, segments = (np.empty((*shape, *base.shape, 2), dtype=np.int64) for shape in ((), (3,)))
-        np.add(base, 1, out=lengths[..., 0])
-        lengths[..., 1] = base
+        shape = *base.shape, 2
+        lengths, first, segments = (np.empty((*n, *shape), dtype=np.int64) for n in ((), (), (3,)))
         walked, summarized, adjoint = segments
-        walked[..., 0] = longer
-        short = np.subtract(self.parts, longer, out=walked[..., 1])
+        lengths[..., 0], lengths[..., 1] = base + 1, base
+        walked[..., 0], walked[..., 1] = longer, self.parts - longer
         # Nobody needs the offset of a chain's last segment, the adjoint offset of its first, the map of either.
-        first = (longer > 0) * is_start
-        first_short = np.subtract(is_start, first)
-        maps = np.subtract(longer, first, out=adjoint[..., 0])
-        maps_short = np.maximum(np.subtract(short, first_short, out=adjoint[..., 1]) - is_end, 0)
+        np.multiply(longer > 0, is_start, out=first[..., 0])
+        np.subtract(is_start, first[..., 0], out=first[..., 1])
+        np.subtract(walked, first, out=adjoint)
+        maps = np.maximum(adjoint - last, 0)
         if self.calibration.settings.decayed_permille:
-            kept = 1000 - self.calibration.settings.decayed_permille
-            maps, maps_short = (ceil_div(x * kept, 1000) for x in (maps, maps_short))
-        np.add(longer, maps, out=summarized[..., 0])
-        np.add(short - is_end, maps_short, out=summarized[..., 1])
+            maps = ceil_div(maps * (1000 - self.calibration.settings.decayed_permille), 1000)
+        np.subtract(walked, last, out=summarized)
+        summarized += maps
         segments *= count[:, None]
         return lengths.reshape(len(base), -1), segments.reshape(3, len(base), -1)
 
     def _fold_hops(self) -> Ints:
         slots = self.calibration.sm_count * self.calibration.settings.fold_blocks
-        hops = (self.parts - 1) * self.kinds[4]
+        hops = (self.parts - 1) * self.kinds[3]
         even = ceil_div(hops.dot(self.kinds[1]) * (self.heads * FOLD_BLOCKS), slots)
         serial: Ints = np.maximum(np.maximum.reduce(hops, axis=-1), even)
         return serial
@@ -99,15 +98,16 @@ class RankModel:
     def varying(self) -> dict[str, Ints]:
         """Quantities that depend on P, [P], without the walks over all segments."""
         splits = self.parts[:, 0] > 1  # the first fragments have the most chunks
+        walked, summarized, adjoint = self.starts
         return {
             # NOTE: summaries count at their bound. Exact makespans, at three times the host time, choose another P for
             # 16 of 270 ranks of bench/plan_census.py and gain at most 0.8 % of a modelled step.
             "walk_summary": self.walks[1],
             "adjoint_summary": self.walks[2],
-            "segment": 3 * self.starts[0] + self.starts[1] + self.starts[2],
+            "segment": 3 * walked + summarized + adjoint,
             "fold_hop": self.hops + self.crosses,
             # a summary and a fold each way, compositions
-            "launch": 2 * self.crosses + splits * (4 - self.crosses),
+            "launch": splits * (4 - self.crosses) + 2 * self.crosses,
         }
 
     @property
@@ -131,10 +131,10 @@ class RankModel:
     @cached_property
     def bounds(self) -> Ints:
         """Lower bounds of `varying_ns`, [P]."""
-        times = self.calibration.times
-        bounds: Ints = self.walks[0] * self.chunk_ns
-        for name, quantity in self.varying.items():
-            bounds += getattr(times, name) * quantity
+        times, quantities = self.calibration.times, self.varying
+        names = [*quantities]
+        weights = [self.chunk_ns, *(getattr(times, name) for name in names)]
+        bounds: Ints = np.array(weights).dot(np.array([self.walks[0], *quantities.values()]))
         return bounds
 
     def walked(self, i: int) -> int:
@@ -144,7 +144,7 @@ class RankModel:
 
     def varying_ns(self, i: int) -> int:
         """What the i-th P decides of a step."""
-        return int(self.bounds[i]) + (self.walked(i) - int(self.walks[0, i])) * self.chunk_ns
+        return self.bounds.item(i) + (self.walked(i) - self.walks.item(0, i)) * self.chunk_ns
 
     def step_ns(self, i: int) -> int:
         """Predicted nanoseconds of a step at the i-th P."""
@@ -205,7 +205,7 @@ def measured_p(rows: Rows, heads: int, calibration: Calibration) -> int:
     if len(tried) == 1:
         return 1
     model = RankModel(rows, heads, calibration, np.array(tried))
-    bounds, (best, *others) = model.bounds, model.bounds.argsort(kind="stable").tolist()
+    bounds, (best, *others) = model.bounds.tolist(), model.bounds.argsort(kind="stable").tolist()
     best_ns = model.varying_ns(best)
     for i in others:
         if bounds[i] > best_ns:

@@ -16,7 +16,7 @@ from functools import cached_property
 
 import numpy as np
 
-from cp_gdn.fragments import ChainList, Ints, LinkLoad, Places, RankFragments, stable_order
+from cp_gdn.fragments import ChainList, Ints, LinkLoad, Places, RankFragments, rank_fragments, runs, stable_order
 from cp_gdn.listing import FragmentTable, table_in_chain_order
 
 
@@ -52,8 +52,8 @@ class Cuts(ABC):
         """Whether the chain of a document has a hop that stays on its rank; bool [D]."""
 
     @abstractmethod
-    def neighbours(self, own: RankFragments, piece: Ints) -> tuple[Ints, Ints]:
-        """Non-empty pieces before and after each fragment, [n]; any number where there is none."""
+    def neighbours(self, own: RankFragments, piece: Ints) -> Ints:
+        """Non-empty pieces before and after each fragment, [2, n]; any number where there is none."""
 
     @abstractmethod
     def chain_list(self) -> ChainList:
@@ -97,39 +97,23 @@ class Cuts(ABC):
         levels: Ints = self.last_position - self.turns
         return levels
 
-    def places(self, own: RankFragments, rank: int) -> tuple[Places, Places]:
-        """Both directions of the fragments of ``rank``."""
-        doc, slot = own.doc, np.arange(len(own.doc))
-        piece = self._pieces(own, rank)
-        ends = own.offset + own.length
-        filled = own.length > 0
-        around = (self.rank_of(pieces) for pieces in self.neighbours(own, piece))
-        there = filled & (own.offset > 0), filled & (ends < own.size)
-        before, after = (np.where(exists, ranks, -1) for exists, ranks in zip(there, around, strict=True))
+    def places(self, own: RankFragments, rank: int) -> Places:
+        """Places of the fragments of ``rank``."""
+        doc, slot, piece = own.doc, np.arange(len(own.doc)), self._pieces(own, rank)
+        before = np.where(own.around, self.rank_of(self.neighbours(own, piece)), -1)
         position, last, turns = self.position(doc, piece), self.last_position[doc], self.turns[doc]
         level = position - (turns & (piece >= self.world_size))
         last_level = last - turns
-        crosses = filled & (last_level > 0)
         # NOTE: neighbours of a chain that lie on one rank are neighbours in slot order.
-        forward = Places(
+        return Places(
             before=before,
-            after=after,
-            after_slot=slot + 1,
-            position=position,
-            level=level,
+            after=before[::-1].copy(),
+            after_slot=np.array((slot + 1, slot - 1)),
+            position=np.array((position, last - position)),
+            level=np.array((level, last_level - level)),
             wave=(before == rank).astype(np.int64),
-            crosses=crosses,
+            crosses=(own.length > 0) & (last_level > 0),
         )
-        mirror = Places(
-            before=after,
-            after=before,
-            after_slot=slot - 1,
-            position=last - position,
-            level=last_level - level,
-            wave=(after == rank).astype(np.int64),
-            crosses=crosses,
-        )
-        return forward, mirror
 
     def _pieces(self, own: RankFragments, rank: int) -> Ints:
         return self.piece_of(own.doc, own.offset)
@@ -142,29 +126,26 @@ class GlobalCuts(Cuts):
     cuts: Ints
 
     def fragments(self, rank: int) -> RankFragments:
-        mine = (rank, self.num_pieces - 1 - rank) if self.mirrored else (rank,)
-        docs, edges = zip(*(self._inside(piece) for piece in mine), strict=True)
-        doc = np.concatenate(docs)
-        left, right = (np.concatenate([e[s] for e in edges]) for s in (slice(None, -1), slice(1, None)))
-        filled = (right > left).nonzero()[0]
-        doc, left, right = doc[filled], left[filled], right[filled]
-        return RankFragments(doc=doc, offset=left - self.bounds[doc], length=right - left, size=self.sizes[doc])
-
-    def _inside(self, piece: int) -> tuple[Ints, Ints]:
-        """Documents that a piece meets, [m], and its own border and theirs inside it, [m + 1]."""
-        left, right = self.cuts[piece : piece + 2]
-        first, last = int(self.bounds.searchsorted(left, "right")), int(self.bounds.searchsorted(right, "left"))
-        last = max(first, last)
-        return np.arange(first - 1, last), np.concatenate(([left], self.bounds[first:last], [right]))
+        pieces = np.array((rank, self.num_pieces - 1 - rank) if self.mirrored else (rank,))
+        left, right = self.cuts[pieces], self.cuts[pieces + 1]
+        first = self.bounds.searchsorted(left, "right") - 1
+        owner, index = runs(np.maximum(self.bounds.searchsorted(right, "left") - first, 0))
+        doc = first[owner] + index
+        start = self.bounds[doc]
+        offset = np.maximum(left[owner], start) - start
+        length, size = np.minimum(right[owner], self.bounds[doc + 1]) - start - offset, self.sizes[doc]
+        if np.count_nonzero(length > 0) < len(length):
+            doc, offset, length, size = (x[length > 0] for x in (doc, offset, length, size))
+        return rank_fragments(doc, offset, length, size)
 
     def piece_of(self, doc: Ints, offset: Ints) -> Ints:
         piece: Ints = self.cuts.searchsorted(self.bounds[doc] + offset, "right") - 1
         return piece
 
-    def neighbours(self, own: RankFragments, piece: Ints) -> tuple[Ints, Ints]:
+    def neighbours(self, own: RankFragments, piece: Ints) -> Ints:
         start = self.bounds[own.doc] + own.offset
-        before, after = self.cuts.searchsorted((start - 1, start + own.length), "right") - 1
-        return before, after
+        neighbours: Ints = self.cuts.searchsorted((start - 1, start + own.length), "right") - 1
+        return neighbours
 
     @cached_property
     def _filled_before(self) -> Ints:
@@ -175,18 +156,17 @@ class GlobalCuts(Cuts):
 
     @cached_property
     def _ends(self) -> Ints:
-        """Non-empty pieces before the first and the last token of each document, [2, D]."""
-        piece = self.cuts.searchsorted((self.bounds[:-1], self.bounds[1:] - 1), "right") - 1
-        ends: Ints = self._filled_before[piece]
+        """Pieces of the first and the last token of each document, [2, D]; of no meaning for empty ones."""
+        ends: Ints = self.cuts.searchsorted((self.bounds[:-1], self.bounds[1:] - 1), "right") - 1
         return ends
 
     def position(self, doc: Ints, piece: Ints) -> Ints:
-        position: Ints = self._filled_before[piece] - self._ends[0, doc]
+        position: Ints = self._filled_before[piece] - self._filled_before[self._ends[0, doc]]
         return position
 
     @cached_property
     def last_position(self) -> Ints:
-        first, last = self._ends
+        first, last = self._filled_before[self._ends]
         return np.where(self.sizes > 0, last - first, -1)
 
     @cached_property
@@ -221,12 +201,11 @@ class GlobalCuts(Cuts):
 
     def link_load(self) -> LinkLoad:
         """Exact: one document crosses a border, and no two borders lie between the same ranks in one direction."""
-        docs = (self.levels > 0).nonzero()[0]
-        first, last = self.cuts.searchsorted((self.bounds[docs], self.bounds[docs + 1] - 1), "right") - 1
-        size = self.num_pieces + 1
+        ends, size = self._ends[:, self.levels > 0], self.num_pieces + 1
+        first, last = ends
         covered = np.bincount(first, minlength=size) - np.bincount(last + 1, minlength=size)
         fragments = covered.cumsum()[:-1] * (self.cuts[1:] > self.cuts[:-1])
-        middles = fragments - np.bincount(np.concatenate((first, last)), minlength=size)[:-1]
+        middles = fragments - np.bincount(ends.reshape(-1), minlength=size)[:-1]
         if self.mirrored:
             fragments, middles = (x[: self.world_size] + x[: self.world_size - 1 : -1] for x in (fragments, middles))
         longest = int(self.levels.max(initial=0))

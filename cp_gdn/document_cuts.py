@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 
 from cp_gdn.cuts import Cuts
-from cp_gdn.fragments import ChainList, Ints, LinkLoad, RankFragments, stable_order
+from cp_gdn.fragments import ChainList, Ints, LinkLoad, RankFragments, rank_fragments, stable_order
 from cp_gdn.listing import FragmentTable, zigzag_table
 
 
@@ -41,7 +41,7 @@ class DocumentCuts(Cuts):
         borders = self.borders(np.array([rank, other, rank + 1, other + 1]))
         doc = np.arange(len(borders)).repeat(2)
         offset, end = borders[:, :2].ravel(), borders[:, 2:].ravel()
-        return RankFragments(doc=doc, offset=offset, length=end - offset, size=self.sizes[doc])
+        return rank_fragments(doc, offset, end - offset, self.sizes[doc])
 
     def _pieces(self, own: RankFragments, rank: int) -> Ints:
         return np.array([rank, self.num_pieces - 1 - rank] * len(self.sizes), dtype=np.int64)
@@ -53,10 +53,10 @@ class DocumentCuts(Cuts):
         beyond = offset - longer * (base + 1)
         return np.where(beyond < 0, offset // (base + 1), longer + beyond // np.maximum(base, 1))
 
-    def neighbours(self, own: RankFragments, piece: Ints) -> tuple[Ints, Ints]:
+    def neighbours(self, own: RankFragments, piece: Ints) -> Ints:
         if self.align == 1:  # empty pieces are a document's last
-            return piece - 1, piece + 1
-        return self.piece_of(own.doc, own.offset - 1), self.piece_of(own.doc, own.offset + own.length)
+            return np.array((piece - 1, piece + 1))
+        return self.piece_of(own.doc, np.array((own.offset - 1, own.offset + own.length)))
 
     def position(self, doc: Ints, piece: Ints) -> Ints:
         if self.align == 1:

@@ -1,15 +1,17 @@
 """Which exchange a pack takes, by a stated model of bytes and hops, and the exchange objects of a call."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from cp_gdn.a2a.exchange import OwnerExchange
 from cp_gdn.a2a.routes import OwnerRoutes, build_owner_routes
 from cp_gdn.calibration import H200_MODEL, Times
-from cp_gdn.chains import Chains, HopBuilder
+from cp_gdn.chains import Chains
 from cp_gdn.comm import Comm
 from cp_gdn.flow import Exchange, Flow
 from cp_gdn.layout import Partition
+from cp_gdn.plan import Plan
 from cp_gdn.ring.exchange import RingExchange
 from cp_gdn.ring.routes import RingStep, build_steps
 
@@ -18,6 +20,8 @@ HOP_US = H200_MODEL.times.exchange / 1e3
 COLLECTIVE_US = H200_MODEL.times.collective / 1e3
 BYTES_PER_US = (1 << 20) * 1e3 / H200_MODEL.times.link_mib
 """What a CPU plans with, as `calibration.Times` has it for the H200."""
+MOST_OWNER_BYTES = 8 << 30
+"""What may pass an owner in one exchange by the choice of "auto": it is all in memory at once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,9 +57,9 @@ def choose(asked: str, part: Partition, sizes: Sizes, times: Times, *, grid: boo
     """Resolve ``exchange=``: as asked, or by modelled microseconds of one direction.
 
     ring: per hop between ranks a message and the states of its busiest pair of ranks; a2a: two collectives and the
-        bytes of the busiest rank.
-    Grid mode ships every segment's map with a2a and more ranks than heads make an owner's bytes grow, so both take
-    ring.
+        bytes of the busiest rank, as the holder of fragments or as the owner of heads (of at least one head, where
+        ranks are more than heads).
+    Grid mode ships every segment's map with a2a, so it takes ring; so does what would fill an owner's memory.
     """
     if asked not in EXCHANGES:
         raise ValueError(f"exchange: got {asked!r}, expected one of {EXCHANGES}")
@@ -65,15 +69,14 @@ def choose(asked: str, part: Partition, sizes: Sizes, times: Times, *, grid: boo
         return Choice(kind=asked, reason="asked for")
     if grid:
         return Choice(kind="ring", reason="grid mode: a2a would ship the map of every segment")
-    if part.world_size > sizes.heads:
-        reason = f"{part.world_size} ranks are more than {sizes.heads} value heads: the bytes of an owner would grow"
-        return Choice(kind="ring", reason=reason)
-    load = part.cuts.link_load()
-    sent = int((load.fragments * (2 * sizes.state) + load.middles * sizes.square).max())
+    load, owned = part.cuts.link_load(), -(-sizes.heads // part.world_size)
+    shipped = load.fragments * (2 * sizes.state) + load.middles * sizes.square
+    passed = int(np.add.reduce(shipped)) * owned // sizes.heads  # bytes into and out of an owner
+    sent = max(int(np.maximum.reduce(shipped)), passed)
     us_per_byte = times.link_mib / 1e3 / (1 << 20)
-    ring = len(load.busiest) * times.exchange / 1e3 + int(load.busiest.sum()) * sizes.state * us_per_byte
+    ring = len(load.busiest) * times.exchange / 1e3 + int(np.add.reduce(load.busiest)) * sizes.state * us_per_byte
     a2a = 2 * times.collective / 1e3 + sent * us_per_byte
-    kind = "ring" if ring <= a2a else "a2a"
+    kind = "ring" if ring <= a2a or passed > MOST_OWNER_BYTES else "a2a"
     return Choice(kind=kind, reason=f"modelled us per direction: ring {ring:.0f}, a2a {a2a:.0f}")
 
 
@@ -96,11 +99,10 @@ class Routes:
         return RingExchange(comm, self.adjoint_steps if flow.adjoint else self.forward_steps, flow)
 
 
-def build_routes(kind: str, part: Partition, builders: Sequence[HopBuilder], chains: Sequence[Chains]) -> Routes:
+def build_routes(kind: str, part: Partition, plan: Plan, chains: Chains) -> Routes:
     """Routes of ``kind`` ("none" has none), forward and mirrored."""
-    sides = list(zip(builders, chains, strict=True))
-    steps = [build_steps(b, c) if kind == "ring" else () for b, c in sides]
-    owners = build_owner_routes(part, builders, chains) if kind == "a2a" else (None, None)
+    steps = build_steps(part, plan, chains) if kind == "ring" else ((), ())
+    owners = build_owner_routes(part, plan, chains) if kind == "a2a" else (None, None)
     return Routes(
         kind=kind, forward_steps=steps[0], adjoint_steps=steps[1], forward_owner=owners[0], adjoint_owner=owners[1]
     )

@@ -26,6 +26,15 @@ class Flow:
     purpose: str
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Carried:
+    """What a forward exchange brought, for a recompute: the entry state of every segment [n, HV, K, V], and the maps of
+    the heads that this rank owns (a2a with ``save_transfer``), else None."""
+
+    states: Tensor
+    owned: Tensor | None
+
+
 class Exchange(Protocol):
     """Fragment summaries in, entry states out (exit adjoints in the mirror), written into ``flow.states``."""
 

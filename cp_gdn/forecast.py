@@ -13,6 +13,7 @@ from cp_gdn.exchange import Choice, choose_exchange
 from cp_gdn.layout import Partition
 from cp_gdn.makespan import rank_tables
 from cp_gdn.network_model import ExchangeTime, Network, exchange_time, halo_us
+from cp_gdn.options import Options
 from cp_gdn.plan import Ints, check_grid
 from cp_gdn.segments import SegmentChoice, resolve_segments
 
@@ -107,7 +108,7 @@ def forecast(
         exchange=choice.kind,
         p_vector=picked.p_vector,
         grid=grid,
-        save_transfer=spec.save_transfer,
+        options=Options(save_transfer=spec.save_transfer),
     )
     return Forecast(
         layer=layer,

@@ -21,6 +21,7 @@ from cp_gdn.context import Context, build_context
 from cp_gdn.conv import causal_conv1d
 from cp_gdn.entries import chunk_gated_delta_rule
 from cp_gdn.gates import sigmoid, silu, softplus
+from cp_gdn.handles import RecomputeHandle, handle_here
 from cp_gdn.layout import partition
 from cp_gdn.transport import CopyTransport, CopyWorld
 
@@ -89,13 +90,20 @@ class GatedDeltaNet(nn.Module):
         return self.conv_channels, self.conv_width
 
     def forward(
-        self, x: Tensor, ctx: Context | None = None, cu_seqlens: Sequence[int] | Tensor | None = None
+        self,
+        x: Tensor,
+        ctx: Context | None = None,
+        cu_seqlens: Sequence[int] | Tensor | None = None,
+        recompute: RecomputeHandle | None = None,
     ) -> Tensor:
         """x [1, T, hidden] under a context, T this rank's tokens; result like x.
 
         Without a context the layer runs alone, whatever process groups exist: x is [B, T, hidden] with one document per
         row, or [1, T, hidden] with the documents of `cu_seqlens`. A context is then planned in every call; a model of
         many layers builds one itself and passes it.
+
+        A recompute under `torch.utils.checkpoint` sends nothing: with ``use_reentrant=False`` by itself, otherwise with
+        a handle that was made outside of the checkpointed function.
         """
         comm = Comm(CopyTransport(CopyWorld(1), 0)) if ctx is None else ctx.comm
         with comm.guard("GatedDeltaNet"):
@@ -107,7 +115,8 @@ class GatedDeltaNet(nn.Module):
                 length = x.shape[1]
                 bounds = [row * length for row in range(len(x) + 1)] if cu_seqlens is None else cu_seqlens
                 ctx = self._context_alone(comm, bounds, qkvz)
-            return self.out_proj(_pad_rows(self._mix(qkvz, ba, ctx)))[:, :tokens].view(x.shape)
+            mixed = self._mix(qkvz, ba, ctx, handle_here(ctx, recompute))
+            return self.out_proj(_pad_rows(mixed))[:, :tokens].view(x.shape)
 
     def _check_rows(self, x: Tensor, ctx: Context | None, cu_seqlens: Sequence[int] | Tensor | None) -> None:
         if x.dim() != 3 or x.shape[2] != self.hidden_size:
@@ -131,12 +140,12 @@ class GatedDeltaNet(nn.Module):
             conv=self.conv,
         )
 
-    def _mix(self, qkvz: Tensor, ba: Tensor, ctx: Context) -> Tensor:
+    def _mix(self, qkvz: Tensor, ba: Tensor, ctx: Context, handle: RecomputeHandle | None) -> Tensor:
         """From the projections [1, T, ...] to the gated norm's output [1, T, HV * V]."""
         qkv, z = qkvz.split([self.conv_channels, self.out_proj.in_features], dim=-1)
-        q, k, v = self._heads(causal_conv1d(qkv, self.conv_weight, None, ctx=ctx, activation="silu"))
+        q, k, v = self._heads(causal_conv1d(qkv, self.conv_weight, None, ctx=ctx, activation="silu", recompute=handle))
         g, beta = self._gates(*ba.chunk(2, dim=-1))
-        o, _ = chunk_gated_delta_rule(q, k, v, g, beta, ctx=ctx, use_qk_l2norm_in_kernel=True)
+        o, _ = chunk_gated_delta_rule(q, k, v, g, beta, ctx=ctx, use_qk_l2norm_in_kernel=True, recompute=handle)
         return self._norm(o, z.unflatten(-1, o.shape[-2:])).flatten(-2)
 
     def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:

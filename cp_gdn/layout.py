@@ -93,7 +93,7 @@ class Partition:
     @cached_property
     def crosses(self) -> bool:
         """Whether any chain leaves its first rank."""
-        return bool((self.cuts.levels > 0).any())
+        return bool(np.count_nonzero(self.cuts.levels > 0))
 
     @property
     def bounds(self) -> np.ndarray:

@@ -5,17 +5,22 @@ Checks and the guard of the Comm are inside the operators, so that a compiled gr
 run refuses what a real one would.
 """
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cp_gdn import recompute
+from cp_gdn.backends.torch_chunked import Inputs
 from cp_gdn.checks import check_call, token_rows
 from cp_gdn.context import CONTEXTS, Context
-from cp_gdn.op import InputGradients, Saved, run_backward, run_forward
+from cp_gdn.op import run_backward, run_forward
+from cp_gdn.saved import InputGradients, Manner, Saved, Tapes
 
-Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def is_wanted() -> bool:
@@ -81,13 +86,35 @@ def forward_op(
     handle: int,
     scale: float,
     l2norm: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     context = context_of(handle)
     with context.comm.guard("chunk_gated_delta_rule"):
         x = check_call(context, (q, k, v, g, beta), initial, scale, l2norm)
-        o, final, saved = run_forward(context, x, initial)
-        context.note_call("library", "forward")
-    return o.view(v.shape), final, saved.states, empty_if_none(saved.maps, final), empty_if_none(saved.owned, final)
+        o, final, saved = run_forward(context, x, initial, Manner(tapes=context.options.keeps_tapes))
+        context.note_call("library", "forward", **decided(context))
+    states, maps, owned = (empty_if_none(each, final) for each in (saved.states, saved.maps, saved.owned))
+    return o.view(v.shape), final, states, maps, owned, _flat(context, saved.tapes, final)
+
+
+def decided(ctx: Context) -> dict[str, Any]:
+    """The decisions of a call of this entry."""
+    return asdict(recompute.decide(ctx.options, recompute.OPERATOR, 0))
+
+
+def _flat(ctx: Context, tapes: Tapes | None, like: Tensor) -> Tensor:
+    """Tapes as one tensor, for an operator has a fixed number of outputs."""
+    if tapes is None:
+        return like.new_empty((0,))
+    return torch.cat([x.reshape(-1) for x in ctx.backend.kept_tensors(tapes.tape, tapes.states)])
+
+
+def _tapes(ctx: Context, x: Inputs, flat: Tensor) -> Tapes | None:
+    if not ctx.options.keeps_tapes:
+        return None
+    shapes = ctx.backend.kept_shapes(ctx.heads[0], ctx.state_shape, l2norm=x.l2norm).values()
+    pieces = flat.split([math.prod(shape) for shape in shapes])
+    tape, states = ctx.backend.from_kept([p.view(shape) for p, shape in zip(pieces, shapes, strict=True)], x)
+    return Tapes(tape=tape, states=states)
 
 
 @forward_op.register_fake
@@ -97,19 +124,21 @@ def _(*args: Any) -> Outputs:
     with ctx.comm.guard("chunk_gated_delta_rule"):
         check_call(ctx, tensors, initial, scale, l2norm)
     value_heads, key_dim, _ = ctx.state_shape
-    v = tensors[2]
+    v, options = tensors[2], ctx.options
 
     def state(*shape: int) -> Tensor:
         return v.new_empty(shape, dtype=ctx.state_dtype)
 
-    owner, keep = ctx.routes.forward_owner, ctx.options.save_transfer
+    owner, keep = ctx.routes.forward_owner, options.keeps_maps
+    shapes = ctx.backend.kept_shapes(ctx.heads[0], ctx.state_shape, l2norm=l2norm) if options.keeps_tapes else {}
     owned = owner.owned_shape(ctx.rank, ctx.world_size, ctx.state_shape) if keep and owner else (0,)
     return (
         v.new_empty(v.shape),
         state(len(ctx.plan.exit_docs), ctx.heads[1], *ctx.head_dims),
-        state(len(ctx.plan.segments), *ctx.state_shape),
+        state(len(ctx.plan.segments), *ctx.state_shape) if options.keeps_states else state(0),
         state(ctx.schedule.num_maps, value_heads, key_dim, key_dim) if keep else state(0),
         state(*owned),
+        state(sum(math.prod(shape) for shape in shapes.values())),
     )
 
 
@@ -123,15 +152,20 @@ def backward_op(
     l2norm: bool,
     has_initial: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    *inputs, states, maps, owned = tensors
-    x = token_rows(inputs, scale, l2norm)
+    inputs, (states, maps, owned, flat, *initial) = tensors[:5], tensors[5:]
+    x, ctx = token_rows(inputs, scale, l2norm), context_of(handle)
     saved = Saved(
-        inputs=x, states=states, maps=none_if_empty(maps), owned=none_if_empty(owned), has_initial=has_initial
+        inputs=x,
+        states=none_if_empty(states),
+        maps=none_if_empty(maps),
+        owned=none_if_empty(owned),
+        has_initial=has_initial,
+        initial=initial[0] if initial else None,
+        tapes=_tapes(ctx, x, flat),
     )
-    ctx = context_of(handle)
     with ctx.comm.guard("chunk_gated_delta_rule backward"):
         grads = run_backward(ctx, dout if dout is None else dout.reshape(x.v.shape), dfinal, saved)
-        ctx.note_call("library", "backward")
+        ctx.note_call("library", "backward", **decided(ctx))
     dq, dk, dv, dg, dbeta = like_inputs(grads, inputs)
     return dq, dk, dv, dg, dbeta, empty_if_none(grads.initial_state, states)
 
@@ -154,7 +188,8 @@ def _(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
     *tensors, initial, handle, scale, l2norm = inputs
-    ctx.save_for_backward(*tensors, *output[2:])
+    again = [] if initial is None or context_of(handle).options.keeps_states else [initial]
+    ctx.save_for_backward(*tensors, *output[2:], *again)
     ctx.call = (handle, scale, l2norm, initial is not None)
     ctx.set_materialize_grads(False)
 

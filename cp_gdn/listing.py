@@ -11,7 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
-from cp_gdn.fragments import ChainList, Ints, LinkLoad, Places, RankFragments, stable_order, unset
+from cp_gdn.fragments import ChainList, Ints, LinkLoad, Places, RankFragments, rank_fragments, stable_order, unset
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -67,32 +67,32 @@ class ListedCuts:
         t, mine = self.table, self._rows(rank)
         doc = t.doc[mine]
         size = self.bounds[doc + 1] - self.bounds[doc]
-        return RankFragments(doc=doc, offset=t.offset[mine], length=t.length[mine], size=size)
+        return rank_fragments(doc, t.offset[mine], t.length[mine], size)
 
     def _rows(self, rank: int) -> slice:
         return slice(int(self.table.starts[rank]), int(self.table.starts[rank + 1]))
 
-    def places(self, own: RankFragments, rank: int) -> tuple[Places, Places]:
-        """Both directions of the fragments of ``rank``; neighbours as ranks and slots instead of rows."""
-        forward, mirror = (self._places(rank, order) for order in self._orders)
-        return forward, mirror
+    def places(self, own: RankFragments, rank: int) -> Places:
+        """Places of the fragments of ``rank``; neighbours as ranks and slots instead of rows."""
+        t, mine = self.table, self._rows(rank)
+
+        def columns(name: str) -> Ints:
+            return np.array([getattr(order, name)[mine] for order in self._orders])
+
+        before, after = columns("before"), columns("after")
+        return Places(
+            before=np.where(before >= 0, t.rank[before], -1),
+            after=np.where(after >= 0, t.rank[after], -1),
+            after_slot=t.slot[after],
+            position=columns("position"),
+            level=columns("level"),
+            wave=columns("wave"),
+            crosses=self._orders[0].crosses[mine],
+        )
 
     @cached_property
     def _orders(self) -> tuple[ChainOrder, ChainOrder]:
         return chain_orders(self.table)
-
-    def _places(self, rank: int, order: ChainOrder) -> Places:
-        t, mine = self.table, self._rows(rank)
-        before, after = (np.where(rows >= 0, t.rank[rows], -1) for rows in (order.before[mine], order.after[mine]))
-        return Places(
-            before=before,
-            after=after,
-            after_slot=t.slot[order.after[mine]],
-            position=order.position[mine],
-            level=order.level[mine],
-            wave=order.wave[mine],
-            crosses=order.crosses[mine],
-        )
 
     def chain_list(self) -> ChainList:
         t, rows = self.table, self.table.chains

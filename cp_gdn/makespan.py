@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from cp_gdn.fragments import CHUNK
 from cp_gdn.layout import Partition
-from cp_gdn.plan import CHUNK, chunk_counts
 
 Row = tuple[int, int, int, int]
 """(NC, crosses out, crosses in, how many fragments are like this)."""
@@ -92,9 +92,8 @@ def rank_rows(part: Partition, rank: int, *, grid: str = "document") -> Rows:
     if grid not in ("document", "fragment"):
         raise ValueError(f'grid: got {grid!r}, expected "document" or "fragment"')
     own = part.of_rank(rank)
-    nc = chunk_counts(own.offset, own.length) if grid == "document" else -(-own.length // CHUNK)
-    crosses = (own.offset + own.length < own.size) * 2 + (own.offset > 0)
-    keys = nc * 4 + crosses * (nc > 0)
+    nc = own.num_chunks if grid == "document" else -(-own.length // CHUNK)
+    keys = nc * 4 + own.around[1] * 2 + own.around[0]
     if len(keys) <= SMALL:
         counted = sorted(Counter(keys.tolist()).items())
     else:
@@ -124,7 +123,11 @@ def lpt_makespan(jobs: Iterable[tuple[int, int]], machines: int) -> int:
 
 
 def _poured_all(loads: list[tuple[int, int]], order: list[int], counts: dict[int, int]) -> int:
+    machines = sum(count for _, count in loads)
+    total = sum(load * count for load, count in loads) + sum(length * counts[length] for length in order)
     for length in order:
+        if total + length * machines <= loads[-1][0] * machines:
+            break  # the least loaded machine is at the average at most: no job reaches beyond the largest load any more
         loads = _pour(loads, length, counts[length])
     return loads[-1][0]
 
@@ -167,10 +170,10 @@ def makespan_bound(lengths: np.ndarray, counts: np.ndarray, machines: int) -> np
     Of the first k jobs some machine holds at least ceil(k / machines), none shorter than the shortest of the k.
     """
     even = np.add.reduce(lengths * counts, axis=-1)
-    held = counts.cumsum(axis=-1)
+    held = np.add.accumulate(counts, axis=-1)
     shortest = np.minimum.accumulate(np.where(counts > 0, lengths, LONG), axis=-1)
-    crowded = np.maximum.reduce(shortest * ceil_div(held, machines), axis=-1)
-    bound: np.ndarray = np.maximum(ceil_div(even, machines), crowded)
+    shortest *= ceil_div(held, machines)
+    bound: np.ndarray = np.maximum(ceil_div(even, machines), np.maximum.reduce(shortest, axis=-1))
     return bound
 
 

@@ -2,111 +2,104 @@
 forward.
 
 forward:   prepare -> summarize -> exchange -> fold -> replay
-backward:  prepare and states again -> adjoint summarize -> exchange -> fold -> adjoint replay -> gradients
+backward:  prepare and states again, or tapes -> adjoint summarize -> exchange -> fold -> adjoint replay -> gradients
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from cp_gdn import affine
-from cp_gdn.a2a.exchange import OwnerExchange
 from cp_gdn.backends.precision import exact_products
 from cp_gdn.backends.torch_adjoint import Adjoints
-from cp_gdn.backends.torch_chunked import Inputs, Tape
+from cp_gdn.backends.torch_chunked import Inputs, States, Tape
 from cp_gdn.context import Context
-from cp_gdn.flow import Exchange, Flow
+from cp_gdn.flow import Carried, Exchange, Flow
+from cp_gdn.on_kernels import backward_on_kernels, forward_on_kernels
+from cp_gdn.saved import InputGradients, Manner, Saved, Tapes, owned_maps
 from cp_gdn.schedule import Side
+from cp_gdn.workspace import Room, Workspace, bind
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Saved:
-    """What a backward needs of its forward.
+class _Entered:
+    """Entry states of a forward: ``states`` [n, HV, K, V] are complete once ``exchange`` has been waited for (at once
+    if None)."""
 
-    Attributes:
-        inputs: the call's tensors, without the leading 1.
-        states: [n, HV, K, V], the entry state of every segment (padded head dims).
-        maps: [m, HV, K, K], segment and composed maps; None without ``save_transfer``.
-        owned: maps that this rank received as an owner (a2a with ``save_transfer``), else None.
-        has_initial: whether an initial state came in.
-    """
-
-    inputs: Inputs
     states: Tensor
     maps: Tensor | None
-    owned: Tensor | None
-    has_initial: bool
+    offsets: Tensor | None
+    exchange: Exchange | None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class InputGradients:
-    """Gradients of a call: q, k, v, g, beta in their shapes and dtypes; initial_state [entry_docs, HV, K, V], None if
-    none came in."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    g: Tensor
-    beta: Tensor
-    initial_state: Tensor | None
-
-
-def run_forward(ctx: Context, x: Inputs, initial_state: Tensor | None) -> tuple[Tensor, Tensor, Saved]:
+def run_forward(
+    ctx: Context,
+    x: Inputs,
+    initial_state: Tensor | None,
+    manner: Manner = Manner(),  # noqa: B008 - frozen
+) -> tuple[Tensor, Tensor, Saved]:
     """o [T, HV, V], the final states [exit_docs, HV, K, V] and what a backward needs; arguments are checked already."""
-    side, backend = ctx.schedule.forward, ctx.backend
-    with exact_products(ctx.device):
+    if ctx.kernels is not None:
+        return forward_on_kernels(ctx, ctx.kernels, x, initial_state, manner)
+    side, backend, options = ctx.schedule.forward, ctx.backend, ctx.options
+    with exact_products(ctx.device), bind(ctx, "forward", manner.workspace) as room:
         tape = backend.prepare(x)
-        maps = _maps(ctx, tape)
-        states = _start_states(ctx, side, initial_state)
-        offsets = states.new_empty((side.num_offsets, *ctx.state_shape))
-        offsets[side.summary_row] = backend.summarize(tape, side.summary, states[side.summary.segments])
-        exchange = _begin(
-            ctx, side, Flow(states=states, maps=maps, offsets=offsets, adjoint=False, kept=None, purpose="STATE")
-        )
-        out = tape.u.new_empty(tape.u.shape)
-        final = states.new_zeros((len(ctx.plan.exit_docs), *ctx.state_shape))
+        entered = _enter(ctx, tape, initial_state, manner.carried, room, "STATE")
+        kept = backend.new_states(tape) if manner.tapes else None
+        out = room.take("out") if manner.output else None
+        final = entered.states.new_zeros((len(ctx.plan.exit_docs), *ctx.state_shape))
         for part in (side.independent, side.dependent):
             if part is side.dependent:
-                _finish(side, exchange, states, maps, offsets)
-            end = backend.replay(tape, x, part, states[part.walk.segments], out)
+                _settle(side, entered)
+            if out is None and kept is None:
+                continue  # nobody reads what a replay gives
+            end = backend.replay(tape, x, part, entered.states[part.walk.segments], out, kept)
             final[part.end_row] = end[part.end_at]
         if initial_state is not None:
             final[ctx.schedule.empty_exit] = _pad_state(ctx, initial_state[ctx.schedule.empty_entry])
-        o = backend.outputs(out, x)
-    keep = ctx.options.save_transfer
-    owned = exchange.owned_maps if keep and isinstance(exchange, OwnerExchange) else None
+        o = x.v.new_empty(x.v.shape) if out is None else backend.outputs(out, x)
+        states = entered.states
+        if manner.carried is None and options.keeps_states:
+            states = states[: len(ctx.plan.segments)].clone()
     saved = Saved(
         inputs=x,
-        states=states[: len(ctx.plan.segments)].clone(),
-        maps=maps if keep else None,
-        owned=owned,
+        states=states if options.keeps_states else None,
+        maps=entered.maps if options.keeps_maps else None,
+        owned=owned_maps(entered.exchange, manner.carried) if options.keeps_maps else None,
         has_initial=initial_state is not None,
+        initial=None if options.keeps_states else initial_state,
+        tapes=None if kept is None else Tapes(tape=tape, states=kept),
     )
     return o, _crop_state(ctx, final), saved
 
 
-def run_backward(ctx: Context, dout: Tensor | None, dfinal: Tensor | None, saved: Saved) -> InputGradients:
+def run_backward(
+    ctx: Context, dout: Tensor | None, dfinal: Tensor | None, saved: Saved, workspace: Workspace | None = None
+) -> InputGradients:
     """Gradients of a forward; a missing gradient of an output counts as zero."""
+    if ctx.kernels is not None:
+        return backward_on_kernels(ctx, ctx.kernels, (dout, dfinal), saved)
     side, backend, x = ctx.schedule.adjoint, ctx.backend, saved.inputs
-    with exact_products(ctx.device):
-        tape = backend.prepare(x)
-        chunk_states = backend.states(tape, saved.states)
+    with exact_products(ctx.device), bind(ctx, "backward", workspace, kept=saved.tapes is not None) as room:
+        tape = backend.prepare(x) if saved.tapes is None else saved.tapes.tape
+        saved = _boundary(ctx, tape, saved, room)
+        assert saved.maps is not None
+        chunk_states = _chunk_states(ctx, tape, saved, room) if saved.tapes is None else saved.tapes.states
         adjoint = backend.adjoint_prepare(tape, x, torch.zeros_like(x.v) if dout is None else dout)
-        maps = _maps(ctx, tape) if saved.maps is None else saved.maps
-        states = _start_states(ctx, side, dfinal)
-        offsets = states.new_empty((side.num_offsets, *ctx.state_shape))
+        states = _start_states(ctx, side, dfinal, room.take("adjoints"))
+        offsets = room.take("adjoint offsets")
         offsets[side.summary_row] = backend.adjoint_summarize(
             tape, adjoint, side.summary, states[side.summary.segments]
         )
-        flow = Flow(states=states, maps=maps, offsets=offsets, adjoint=True, kept=saved.owned, purpose="ADJOINT")
+        flow = Flow(states=states, maps=saved.maps, offsets=offsets, adjoint=True, kept=saved.owned, purpose="ADJOINT")
         exchange = _begin(ctx, side, flow)
-        out = Adjoints(after=torch.empty_like(chunk_states.before), values=torch.empty_like(chunk_states.residual))
+        out = Adjoints(after=room.take("after"), values=room.take("values"))
         dinitial = states.new_zeros((len(ctx.plan.entry_docs), *ctx.state_shape))
         for part in (side.independent, side.dependent):
             if part is side.dependent:
-                _finish(side, exchange, states, maps, offsets)
+                _finish(side, exchange, states, saved.maps, offsets)
             end = backend.adjoint_replay(tape, adjoint, part, states[part.walk.segments], out)
             dinitial[part.end_row] = end[part.end_at]
         if dfinal is not None:
@@ -122,18 +115,62 @@ def run_backward(ctx: Context, dout: Tensor | None, dfinal: Tensor | None, saved
     )
 
 
-def _maps(ctx: Context, tape: Tape) -> Tensor:
-    """Maps of all segments that need one, then the composed ones."""
+def _enter(
+    ctx: Context, tape: Tape, initial_state: Tensor | None, carried: Carried | None, room: Room, purpose: str
+) -> _Entered:
+    """Summarize, and begin the exchange that brings the entry states; with ``carried`` they are there."""
+    side, keep = ctx.schedule.forward, ctx.options.keeps_maps
+    if carried is not None:
+        own = _maps(ctx, tape, None) if keep else None
+        return _Entered(states=carried.states, maps=own, offsets=None, exchange=None)
+    maps = _maps(ctx, tape, None if keep else room)
+    states = _start_states(ctx, side, initial_state, room.take("states"))
+    offsets = room.take("offsets")
+    offsets[side.summary_row] = ctx.backend.summarize(tape, side.summary, states[side.summary.segments])
+    flow = Flow(states=states, maps=maps, offsets=offsets, adjoint=False, kept=None, purpose=purpose)
+    return _Entered(states=states, maps=maps, offsets=offsets, exchange=_begin(ctx, side, flow))
+
+
+def _settle(side: Side, entered: _Entered) -> None:
+    """Wait until every entry state is there."""
+    if entered.exchange is not None:
+        assert entered.maps is not None
+        assert entered.offsets is not None
+        _finish(side, entered.exchange, entered.states, entered.maps, entered.offsets)
+
+
+def _boundary(ctx: Context, tape: Tape, saved: Saved, room: Room) -> Saved:
+    """``saved`` with entry states and maps, whatever the forward kept: its first half runs again, its messages too, or
+    maps alone."""
+    if saved.states is not None:
+        return saved if saved.maps is not None else replace(saved, maps=_maps(ctx, tape, room))
+    entered = _enter(ctx, tape, saved.initial, None, room, "STATE_AGAIN")
+    _settle(ctx.schedule.forward, entered)
+    owned = owned_maps(entered.exchange, None) if ctx.options.save_transfer else None
+    return replace(saved, states=entered.states, maps=entered.maps, owned=owned)
+
+
+def _chunk_states(ctx: Context, tape: Tape, saved: Saved, room: Room) -> States:
+    """States of every chunk, run again from the entry states."""
+    assert saved.states is not None
+    found = States(before=room.take("before"), residual=room.take("residual"))
+    ctx.backend.states(tape, saved.inputs, saved.states, found)
+    return found
+
+
+def _maps(ctx: Context, tape: Tape, room: Room | None) -> Tensor:
+    """Maps of all segments that need one, then the composed ones; to be saved if there is no ``room``."""
     _, key_dim, _ = ctx.state_shape
-    maps = tape.k.new_empty((ctx.schedule.num_maps, ctx.heads[1], key_dim, key_dim))
+    shape = (ctx.schedule.num_maps, ctx.heads[1], key_dim, key_dim)
+    maps = tape.k.new_empty(shape) if room is None else room.take("maps")
     maps[ctx.schedule.transfer_row] = ctx.backend.transfer(tape)
     affine.run(ctx.schedule.compose_maps, maps, maps, None)
     return maps
 
 
-def _start_states(ctx: Context, side: Side, given: Tensor | None) -> Tensor:
+def _start_states(ctx: Context, side: Side, given: Tensor | None, states: Tensor) -> Tensor:
     """The state buffer: what the caller gave where documents start (in this direction), zero elsewhere."""
-    states = torch.zeros((side.num_states, *ctx.state_shape), dtype=ctx.state_dtype, device=ctx.device)
+    states.zero_()
     if given is not None:
         states[side.start_state] = _pad_state(ctx, given[side.start_row])
     return states

@@ -12,12 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from cp_gdn.fragments import CHUNK as CHUNK
 from cp_gdn.fragments import Ints as Ints
 from cp_gdn.fragments import Places, RankFragments, runs
+from cp_gdn.fragments import chunk_counts as chunk_counts
 from cp_gdn.layout import Partition
-
-CHUNK = 64
-"""Tokens per chunk: the tile of every kernel and of the torch backend."""
 
 Index = Any
 """An int64 array in a plan, an int64 tensor once `tables.upload` has put it on a device."""
@@ -40,6 +39,9 @@ class SegmentSet:
     active: tuple[int, ...]
 
 
+NO_WALK = SegmentSet(segments=NONE, chunks=NONE, active=())
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Segments:
     """This rank's segments, in slot order and in token order inside a fragment; row s of every array is segment s.
@@ -47,29 +49,39 @@ class Segments:
     Attributes:
         slot: fragment it belongs to.
         first_chunk, num_chunks: its run of this rank's chunks.
-        has_prev, has_next: whether the document has tokens before or after it, on any rank.
+        around: whether its document has tokens before it, and after it, on any rank; bool [2, n].
         of_slot: [slots + 1] the segments of slot f are of_slot[f]:of_slot[f + 1]. per_slot: [slots] how many.
     """
 
     slot: Ints
     first_chunk: Ints
     num_chunks: Ints
-    has_prev: Ints
-    has_next: Ints
+    around: Ints
     of_slot: Ints
     per_slot: Ints
 
     def __len__(self) -> int:
         return len(self.slot)
 
+    @property
+    def has_prev(self) -> Ints:
+        has_prev: Ints = self.around[0]
+        return has_prev
+
+    @property
+    def has_next(self) -> Ints:
+        has_next: Ints = self.around[1]
+        return has_next
+
     @cached_property
     def joints(self) -> tuple[Ints, Ints]:
         """k and fragment of every pair of neighbouring segments (k, k + 1) of a fragment: all first pairs, then all
         second ones, ..."""
         slots = (self.per_slot > 1).nonzero()[0]
+        if not len(slots):
+            return NONE, NONE
         count = self.per_slot[slots] - 1
-        if len(slots):
-            slots = slots[(-count).argsort(kind="stable")]
+        slots = slots[(-count).argsort(kind="stable")]
         k, place = runs(active_counts(count))
         return k, slots[place]
 
@@ -93,7 +105,7 @@ class Plan:
         rank, num_tokens: this rank and how many tokens it holds.
         p: segments per fragment on this rank; of no effect in grid mode.
         grid: N of "grid:N" (segment borders every N chunks from the document's start), 0 in ordinary mode.
-        fragments: what this rank holds. places: where they stand in their chains, forward and mirrored.
+        fragments: what this rank holds. places: where they stand in their chains.
         chunks, segments: see there.
         entry_docs, exit_docs: documents whose first or last fragment this rank holds, ascending.
         empty_docs: those of them without tokens.
@@ -104,7 +116,7 @@ class Plan:
     p: int
     grid: int
     fragments: RankFragments
-    places: tuple[Places, Places]
+    places: Places
     chunks: Chunks
     segments: Segments
     entry_docs: Ints
@@ -119,42 +131,35 @@ class Plan:
 
     def walk(self, chosen: Ints, *, reverse: bool = False) -> SegmentSet:
         """The same of a mask over all segments, bool [n]."""
+        how_many = np.count_nonzero(chosen)
+        if not how_many:
+            return NO_WALK
         everything, step, owner = self._everything[reverse]
-        keep = chosen[owner]
-        chunks = everything.chunks[keep]
-        if len(chunks) == len(owner):
+        if how_many == len(chosen):
             return everything
+        keep = chosen[owner].nonzero()[0]
         active = np.bincount(step[keep]).tolist()
-        return SegmentSet(
-            segments=everything.segments[chosen[everything.segments]], chunks=chunks, active=tuple(active)
-        )
+        segments = everything.segments
+        return SegmentSet(segments=segments[chosen[segments]], chunks=everything.chunks[keep], active=tuple(active))
 
     @cached_property
     def _everything(self) -> tuple[tuple[SegmentSet, Ints, Ints], tuple[SegmentSet, Ints, Ints]]:
         """All segments as a walk, forward and in reverse; of each of its chunks the step and the segment."""
-        count = self.segments.num_chunks
+        first, count = self.segments.first_chunk, self.segments.num_chunks
         ids = (-count).argsort(kind="stable")
         active = active_counts(count)
         step, place = runs(active)
         owner = ids[place]
-        first = self.segments.first_chunk[owner]
-        last = first + self.segments.num_chunks[owner] - 1
-        sets = (
-            SegmentSet(segments=ids, chunks=chunks, active=tuple(active.tolist()))
-            for chunks in (first + step, last - step)
-        )
-        forward, mirror = ((walk, step, owner) for walk in sets)
-        return forward, mirror
+        chunks = first[owner] + step
+        mirrored = (2 * first + count - 1)[owner] - chunks
+        steps = tuple(active.tolist())
+        forward, mirror = (SegmentSet(segments=ids, chunks=each, active=steps) for each in (chunks, mirrored))
+        return (forward, step, owner), (mirror, step, owner)
 
 
 def active_counts(counts: Ints) -> Ints:
     """How many of ``counts``, all positive, are above 0, 1, .., up to the largest but one."""
     return len(counts) - np.bincount(counts).cumsum()[:-1] if len(counts) else counts
-
-
-def chunk_counts(offset: Ints, length: Ints) -> Ints:
-    """Chunks of a fragment on its document's grid: ceil((offset + length) / 64) - floor(offset / 64), none if empty."""
-    return np.where(length > 0, -(-(offset + length) // CHUNK) - offset // CHUNK, 0)
 
 
 def segment_counts(num_chunks: Ints, p: Ints | int, grid: int) -> Ints:
@@ -194,14 +199,13 @@ def build_plan(part: Partition, rank: int, *, p_vector: Sequence[int] | int, gri
         check_grid(part, grid)
     p = int(p_vector if isinstance(p_vector, int) else p_vector[rank])
     own = part.of_rank(rank)
-    num_chunks = chunk_counts(own.offset, own.length)
-    filled = own.length > 0
-    is_first = filled & (own.offset == 0)
-    is_last = filled & (own.offset + own.length == own.size)
-    entry_docs, exit_docs, empty = own.doc[is_first], own.doc[is_last], NONE
+    (before, after), filled = own.around, own.length > 0
+    entry_docs, exit_docs, empty = own.doc[filled & ~before], own.doc[filled & ~after], NONE
     if rank == 0:
         empty = (part.bounds[1:] == part.bounds[:-1]).nonzero()[0]
         entry_docs, exit_docs = (np.concatenate((docs, empty)) for docs in (entry_docs, exit_docs))
+    entry_docs.sort()
+    exit_docs.sort()
     return Plan(
         rank=rank,
         num_tokens=int(own.length.sum()),
@@ -209,40 +213,43 @@ def build_plan(part: Partition, rank: int, *, p_vector: Sequence[int] | int, gri
         grid=grid,
         fragments=own,
         places=part.cuts.places(own, rank),
-        chunks=_chunks(own, num_chunks),
-        segments=_segments(num_chunks, segment_counts(num_chunks, p, grid), grid, ~is_first, ~is_last),
-        entry_docs=np.sort(entry_docs),
-        exit_docs=np.sort(exit_docs),
+        chunks=_chunks(own),
+        segments=_segments(own, segment_counts(own.num_chunks, p, grid), grid),
+        entry_docs=entry_docs,
+        exit_docs=exit_docs,
         empty_docs=empty,
     )
 
 
-def _chunks(own: RankFragments, num_chunks: Ints) -> Chunks:
-    slot, index = runs(num_chunks)
-    start = own.offset[slot]
-    border = (start // CHUNK + index) * CHUNK
-    first = np.maximum(border, start)
-    shift = own.length.cumsum() - own.length - own.offset  # from offsets to local rows
-    count = np.minimum(border + CHUNK, (own.offset + own.length)[slot]) - first
-    return Chunks(first_row=first + shift[slot], count=count)
+def _chunks(own: RankFragments) -> Chunks:
+    filled = own.length.nonzero()[0]
+    start = (own.length.cumsum() - own.length)[filled]  # local row
+    counts = own.num_chunks[filled]
+    first = counts.cumsum() - counts
+    # A fragment's chunks begin at multiples of 64 tokens of its document, but the first where the fragment does.
+    borders = np.arange(0, CHUNK * int(counts.sum()) + 1, CHUNK)
+    borders[:-1] += (start - own.offset[filled] % CHUNK - CHUNK * first).repeat(counts)
+    borders[first], borders[-1] = start, own.length.sum()
+    return Chunks(first_row=borders[:-1], count=borders[1:] - borders[:-1])
 
 
-def _segments(num_chunks: Ints, num_segments: Ints, grid: int, has_prev: Ints, has_next: Ints) -> Segments:
-    slot, index = runs(num_segments)
-    chunks, parts = num_chunks[slot], num_segments[slot]
+def _segments(own: RankFragments, per_slot: Ints, grid: int) -> Segments:
+    slot, index = runs(per_slot)
+    chunks, parts = own.num_chunks[slot], per_slot[slot]
     if grid:
         first, count = index * grid, np.minimum(chunks - index * grid, grid)
     else:
         base, longer = np.divmod(chunks, parts)
         first, count = index * base + np.minimum(index, longer), base + (index < longer)
-    of_slot = np.zeros(len(num_chunks) + 1, dtype=np.int64)
-    num_segments.cumsum(out=of_slot[1:])
+    of_slot = np.zeros(len(per_slot) + 1, dtype=np.int64)
+    per_slot.cumsum(out=of_slot[1:])
+    around = own.around[:, slot]
+    around |= np.array((index > 0, index < parts - 1))
     return Segments(
         slot=slot,
-        first_chunk=(num_chunks.cumsum() - num_chunks)[slot] + first,
+        first_chunk=(own.num_chunks.cumsum() - own.num_chunks)[slot] + first,
         num_chunks=count,
-        has_prev=(index > 0) | has_prev[slot],
-        has_next=(index < parts - 1) | has_next[slot],
+        around=around,
         of_slot=of_slot,
-        per_slot=num_segments,
+        per_slot=per_slot,
     )

@@ -1,6 +1,6 @@
 """A plan as the stages read it: index tables of one rank, forward and mirrored, ready to be uploaded."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from cp_gdn.chains import Chains, Hops, Maps
-from cp_gdn.fragments import Ints
+from cp_gdn.chains import COMPOSE, COMPOSE_MAPS, INNER_DEPENDENT, INNER_INDEPENDENT, LOCAL, Chains, Hops
+from cp_gdn.fragments import Ints, unset
 from cp_gdn.layout import Partition
-from cp_gdn.plan import CHUNK, Index, Plan, SegmentSet
+from cp_gdn.plan import CHUNK, NO_WALK, NONE, Index, Plan, SegmentSet
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,13 +131,11 @@ class Schedule:
 
     Attributes:
         tokens: see there.
-        everything: all segments as one walk, to run states again from saved entry states.
-        transfer, transfer_row: segments whose map is needed, and its row. num_maps, compose_maps: see `chains.Maps`.
+        transfer, transfer_row: segments whose map is needed, and its row. num_maps, compose_maps: see `chains`.
         empty_entry, empty_exit: rows of empty documents, whose states pass through.
     """
 
     tokens: TokenTables
-    everything: SegmentSet
     transfer: SegmentSet
     transfer_row: Index
     num_maps: int
@@ -164,18 +162,23 @@ class Schedule:
         return self.tokens.positions
 
 
-def build_schedule(part: Partition, plan: Plan, maps: Maps, chains: Sequence[Chains]) -> Schedule:
-    """Index tables of ``plan``; ``chains`` are the forward direction and its mirror."""
-    transfer = plan.walk(maps.needed)
+def build_schedule(part: Partition, plan: Plan, chains: Chains) -> Schedule:
+    """Index tables of ``plan``."""
+    segments, rows = plan.segments, chains.rows
+    has_prev, has_next = segments.around
+    doc = plan.fragments.doc[segments.slot]
+    first, last = (~has_prev).nonzero()[0], (~has_next).nonzero()[0]
+    starts = first, plan.entry_docs.searchsorted(doc[first])
+    ends = last, plan.exit_docs.searchsorted(doc[last])
+    transfer = plan.walk(has_prev & has_next)
     return Schedule(
         tokens=_token_tables(part, plan),
-        everything=plan.walk(np.ones(len(plan.segments), dtype=bool)),
         transfer=transfer,
-        transfer_row=maps.of_segment[transfer.segments],
-        num_maps=maps.size,
-        compose_maps=maps.compose,
-        forward=_side(plan, chains[0]),
-        adjoint=_side(plan, chains[1]),
+        transfer_row=rows.map_of_segment[transfer.segments],
+        num_maps=rows.num_maps,
+        compose_maps=chains.of(COMPOSE_MAPS),
+        forward=_side(plan, chains, has_next, starts, ends),
+        adjoint=_side(plan, chains, has_prev, ends, starts, reverse=True),
         empty_entry=plan.entry_docs.searchsorted(plan.empty_docs),
         empty_exit=plan.exit_docs.searchsorted(plan.empty_docs),
     )
@@ -183,8 +186,7 @@ def build_schedule(part: Partition, plan: Plan, maps: Maps, chains: Sequence[Cha
 
 def _token_tables(part: Partition, plan: Plan) -> TokenTables:
     own, chunks = plan.fragments, plan.chunks
-    first_row = own.length.cumsum() - own.length
-    position_shift = own.offset - first_row
+    position_shift = own.offset + own.length - own.length.cumsum()
     return TokenTables(
         num_tokens=plan.num_tokens,
         chunk_count=chunks.count,
@@ -195,34 +197,37 @@ def _token_tables(part: Partition, plan: Plan) -> TokenTables:
     )
 
 
-def _side(plan: Plan, chains: Chains) -> Side:
-    segments, reverse = plan.segments, chains.reverse
-    first, last = ~segments.has_prev, ~segments.has_next
-    docs_in, docs_out = plan.entry_docs, plan.exit_docs
-    if reverse:
-        first, last, docs_in, docs_out = last, first, docs_out, docs_in
-    doc = plan.fragments.doc[segments.slot]
-    start = first.nonzero()[0]
-    has_after = ~last
+Edges = tuple[Ints, Ints]
+"""Segments at an edge of their document, and the row of its state in the caller's tensor."""
+
+
+def _side(plan: Plan, chains: Chains, has_after: Ints, starts: Edges, ends: Edges, *, reverse: bool = False) -> Side:
+    rows, num_segments, num_slots = chains.rows, len(plan.segments), len(plan.fragments.doc)
     summary = plan.walk(has_after, reverse=reverse)
+    dependent = rows.remote[reverse * num_slots :][plan.segments.slot]
+    row_of = unset(num_segments)
+    row_of[ends[0]] = ends[1]
 
     def replay(chosen: Ints) -> Replay:
         walk = plan.walk(chosen, reverse=reverse)
-        end_at = last[walk.segments].nonzero()[0]
-        return Replay(walk=walk, end_at=end_at, end_row=docs_out.searchsorted(doc[walk.segments[end_at]]))
+        if walk is NO_WALK:
+            return Replay(walk=walk, end_at=NONE, end_row=NONE)
+        row = row_of[walk.segments]
+        end_at = (row >= 0).nonzero()[0]
+        return Replay(walk=walk, end_at=end_at, end_row=row[end_at])
 
     return Side(
         reverse=reverse,
-        num_states=chains.num_states,
-        num_offsets=chains.num_offsets,
-        start_state=start,
-        start_row=docs_in.searchsorted(doc[start]),
+        num_states=rows.num_states[reverse],
+        num_offsets=rows.num_offsets[reverse],
+        start_state=starts[0],
+        start_row=starts[1],
         summary=summary,
-        summary_row=chains.row_of_segment[summary.segments],
-        compose=chains.compose,
-        local=chains.local,
-        inner_independent=chains.inner_independent,
-        inner_dependent=chains.inner_dependent,
-        independent=replay(chains.independent),
-        dependent=replay(~chains.independent),
+        summary_row=rows.offset_of_segment[summary.segments + reverse * num_segments],
+        compose=chains.of(COMPOSE, reverse),
+        local=chains.of(LOCAL, reverse),
+        inner_independent=chains.of(INNER_INDEPENDENT, reverse),
+        inner_dependent=chains.of(INNER_DEPENDENT, reverse),
+        independent=replay(~dependent),
+        dependent=replay(dependent),
     )

@@ -1,93 +1,85 @@
-"""Integer tables of a plan, moved to a device in one copy: any tree of dataclasses (without slots), tuples and int64
-arrays."""
+"""Integer tables of a plan, moved to a device in one copy: any tree of dataclasses (without slots) whose fields hold
+int64 arrays, tuples of them, and further such dataclasses."""
 
-import dataclasses
 import functools
-from collections.abc import Callable, Hashable
-from operator import attrgetter
+import types
+import typing
+from collections.abc import Hashable, Iterable
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 ALIGN = 32
 """Every table starts at a 256-byte border, counted in int64 elements."""
 
 Tree = TypeVar("Tree")
+Home = tuple[dict[str, Any], str, Any]
+"""The fields of a copied node, the name of one of them, and the array or the arrays that it still holds."""
 _PADDING = [np.zeros(n, dtype=np.int64) for n in range(ALIGN)]
-_NUMBERS = frozenset((int, bool, str, float, type(None)))
+_PLAIN = frozenset((int, bool, str, float, types.NoneType, ...))
 
 
 def upload(tree: Tree, device: torch.device) -> Tree:
-    """``tree`` with every int64 array replaced by a tensor on ``device``; one pinned buffer, one copy that does not
-    block. What is there twice is moved once."""
-    nodes: dict[int, Any] = {}
-    _collect(tree, nodes)
-    arrays = [(key, node) for key, node in nodes.items() if type(node) is np.ndarray]
-    pieces = [_PADDING[0]] * 2
-    for _, a in arrays:
-        if a.size:
-            pieces += a.reshape(-1), _PADDING[-a.size % ALIGN]
-    sizes = [len(piece) for piece in pieces]
-    buffer = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=device.type == "cuda")
-    np.concatenate(pieces, out=buffer.numpy())
-    empty, *others = buffer.to(device, non_blocking=True).split_with_sizes(sizes)[::2]
-    tables = iter(others)
-    moved: dict[int, Any] = {}
-    for key, a in arrays:
-        table = next(tables) if a.size else empty
-        moved[key] = table if a.ndim == 1 else table.view(a.shape)
-    result: Tree = _rebuild(tree, moved)
-    return result
+    """A copy of ``tree`` with a tensor on ``device`` for every array; one pinned buffer, one copy that does not block.
+    What is there twice is moved once."""
+    homes: list[Home] = []
+    copy: Tree = _copied(tree, homes, {})
+    arrays: dict[int, np.ndarray] = {}
+    for _, _, value in homes:
+        if type(value) is tuple:
+            arrays.update((id(array), array) for array in value)
+        else:
+            arrays[id(value)] = value
+    tables = dict(zip(arrays, _moved([*arrays.values()], device), strict=True))
+    for fields, name, value in homes:
+        fields[name] = tuple([tables[id(x)] for x in value]) if type(value) is tuple else tables[id(value)]
+    return copy
+
+
+def _copied(node: Any, homes: list[Home], known: dict[int, Any]) -> Any:
+    """The tree anew, still with arrays; ``homes`` takes where they are. ``known``: nodes that are there, by id."""
+    kind: Any = type(node)
+    if kind is tuple:
+        return tuple([_copied(item, homes, known) for item in node])
+    if node is None or id(node) in known:
+        return known.get(id(node))
+    copy = known[id(node)] = object.__new__(
+        kind
+    )  # not by the constructor of a frozen class, which takes twice the time
+    fields: dict[str, Any] = copy.__dict__
+    fields.update(node.__dict__)
+    for name in _names_of_tables(kind):
+        value = fields[name]
+        held = type(value)
+        if held is np.ndarray or (held is tuple and value and type(value[0]) is np.ndarray):
+            homes.append((fields, name, value))
+        elif value is not None:
+            fields[name] = known[id(value)] if id(value) in known else _copied(value, homes, known)
+    return copy
 
 
 @functools.cache
-def _fields(kind: Hashable) -> tuple[str, ...]:
-    """Names of a dataclass's fields, () of anything else."""
-    return tuple(f.name for f in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else ()
+def _names_of_tables(kind: Hashable) -> tuple[str, ...]:
+    """Fields of a class that may hold tables, or what holds some."""
+    return tuple(name for name, hint in typing.get_type_hints(kind).items() if not _is_plain(hint))
 
 
-@functools.cache
-def _values_of(kind: Hashable) -> Callable[[Any], tuple[Any, ...]]:
-    """What reads those fields."""
-    names = _fields(kind)
-    return attrgetter(*names) if len(names) > 1 else lambda node: tuple(getattr(node, name) for name in names)
+def _is_plain(hint: Any) -> bool:
+    """Whether a type stands for numbers and text, and tuples of them."""
+    inside = typing.get_args(hint)
+    return all(map(_is_plain, inside)) if inside else hint in _PLAIN
 
 
-def _branches(node: Any) -> tuple[Any, ...]:
-    """Where tables may lie below: the fields of a dataclass, the items of a tuple that starts with one or a table."""
-    kind: Any = type(node)
-    if kind is not tuple:
-        return _values_of(kind)(node)
-    first: Any = type(node[0]) if node else kind
-    return node if first is np.ndarray or _fields(first) else ()
-
-
-def _collect(node: Any, nodes: dict[int, Any]) -> None:
-    """Every array of the tree, and every other node that may hold some, once, by its id."""
-    nodes[id(node)] = node
-    for item in _branches(node):
-        if type(item) is np.ndarray:
-            nodes[id(item)] = item
-        elif type(item) not in _NUMBERS and id(item) not in nodes:
-            _collect(item, nodes)
-
-
-def _rebuild(node: Any, moved: dict[int, Any]) -> Any:
-    """The tree with tensors for arrays; ``moved`` has them, and takes every node that is done."""
-    branches = _branches(node)
-    if not branches:
-        return node
-    items = []
-    for item in branches:
-        if type(item) not in _NUMBERS:
-            known = moved.get(id(item))
-            item = _rebuild(item, moved) if known is None else known
-        items.append(item)
-    kind: Any = type(node)
-    done: Any = tuple(items)
-    if kind is not tuple:
-        done = object.__new__(kind)  # not through the constructor of a frozen class, which takes twice the time
-        done.__dict__.update(zip(_fields(kind), items, strict=True))
-    moved[id(node)] = done
-    return done
+def _moved(arrays: list[np.ndarray], device: torch.device) -> Iterable[Tensor]:
+    """The table of each array, all in one buffer."""
+    pieces = [_PADDING[0]]
+    for array in arrays:
+        flat = array if array.ndim == 1 else array.reshape(-1)
+        pieces += flat, _PADDING[-len(flat) % ALIGN]
+    buffer = torch.from_numpy(np.concatenate(pieces))
+    if device.type != "cpu":
+        buffer = buffer.pin_memory().to(device, non_blocking=True)
+    tables = buffer.split_with_sizes([*map(len, pieces)])[1::2]
+    return [t if a.ndim == 1 else t.view(a.shape) for a, t in zip(arrays, tables, strict=True)]

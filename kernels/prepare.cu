@@ -1,189 +1,217 @@
-// prepare: per chunk and q/k head Q K^T and K K^T once, per value head N = (I + strict(K K^T) diag b)^-1 strict(K K^T).
+// prepare: per chunk and q/k head Q K^T and K K^T once, per value head T = diag b - diag b (N o D) diag b with
+// N = (I + L diag b)^-1 L, L = strict(K K^T), D_ij = exp(g_i - g_j) of the cumulative gates.
 //
-// Grid: (chunks, H). Block: 64 G threads, two warps per value head. Reads 64 rows of q and k and the chunk's beta; writes rows
-// 0..count-1 of N [HV, T, 64] and Q K^T [H, T, 64] in fp16, each chunk as the swizzled image that the walk copies into shared memory.
-// N by blocks: 16 x 16 diagonal blocks by forward substitution in fp32, then 16 -> 32 -> 64 by
-//   N21 = (I - N22 diag b2) P,  P = K21 (I - diag b1 N11)
-// in tensor products whose operands are split into a high and a low fp16 part (three products), accumulated in fp32.
+// Grid: chunks x H, heads fastest (neighbours share rows of memory). Block: two warps per value head, at least one warpgroup. Reads 64
+// rows of q and k and the chunk's beta and g; writes rows 0..count-1 of T [HV, T, 64] in bf16 and of Q K^T [H, T, 64] in fp16, zero
+// above the diagonal, each chunk as the swizzled image that a walk copies into shared memory, and the log bound of each chunk's map.
+// L2NORM: q and k are raw; their norms scale the products and are written to rstd.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
-#include "ptx.cuh"
-
 #ifndef GROUP
 #define GROUP 3
 #endif
-constexpr int C = 64, K = 128, WARPS = 2 * GROUP, THREADS = 32 * WARPS;
-constexpr int ROW_STRIDE = K + 8;  // bf16 rows of q and k, 16 bytes apart in banks for ldmatrix
-constexpr int STRIDE = C + 4;      // fp32 rows of K K^T and N stay 16-byte aligned
+#ifndef L2NORM
+#define L2NORM 0
+#endif
+#include "inverse.cuh"
 
 struct PrepareParams {
     const __nv_bfloat16 *q, *k;  // row and head strides in elements below
     const float* beta;           // [T, HV]
-    __half* n;                   // [HV, T, 64]
-    __half* qk;                  // [H, T, 64]
+    char* t;                     // [HV, T, 64] bf16
+    char* qk;                    // [H, T, 64] fp16, zero above the diagonal
     const int2* chunks;          // first row, count
     long long q_row, q_head, k_row, k_head;
     int tokens, value_heads;
+    const float* g;              // [T, HV]
+    float* bound;                // [HV, chunks], or null
+    float* rstd;                 // [2, H, T] (q, then k), L2NORM only
 };
 
-struct PrepareSmem {
-    float kk[C * STRIDE];
-    float beta[GROUP][C];
-    union {
-        __nv_bfloat16 rows[2][C * ROW_STRIDE];  // q and k, read before the first block of n is written
-        float n[GROUP][C * STRIDE];
-    };
-};
-
-// ---- products of bf16 rows ------------------------------------------------------------------------------------------
-// 16 rows of X K^T (X = q or k) by one warp.
-__device__ __forceinline__ void row_products(float (&acc)[8][4], const __nv_bfloat16* x, const __nv_bfloat16* key, int strip, int lane) {
+// ---- loads ----------------------------------------------------------------------------------------------------------
+// All rows in flight at once; rows beyond the chunk's tokens become zero unread.
+__device__ __forceinline__ void load_rows(const PrepareParams& p, PrepareSmem& sm, int2 chunk, u32 head, u32 t) {
+    const u32 unit = t % 16, first = t / 16;  // sixteen threads a row
+    const int rows_left = chunk.y - static_cast<int>(first);
 #pragma unroll
-    for (int k = 0; k < K; k += 16) {
-        u32 a[4];
-        ldmatrix(smem_addr(&x[(strip * 16 + lane % 16) * ROW_STRIDE + k + lane / 16 * 8]), a);
+    for (int is_key = 0; is_key < 2; is_key++) {
+        const long long stride = is_key ? p.k_row : p.q_row;
+        const __nv_bfloat16* x = is_key ? p.k + head * p.k_head : p.q + head * p.q_head;
+        x += (chunk.x + static_cast<long long>(first)) * stride + unit * 8;
+        const u32 at = smem_addr(sm.rows[is_key][unit / 8]) + swizzled(first, unit % 8 * 16);
 #pragma unroll
-        for (int n = 0; n < 8; n += 2) {
-            u32 b[4];
-            ldmatrix(smem_addr(&key[(n * 8 + lane / 16 * 8 + lane % 8) * ROW_STRIDE + k + lane / 8 % 2 * 8]), b);
-            mma_bf16(acc[n], a, b[0], b[1]);
-            mma_bf16(acc[n + 1], a, b[2], b[3]);
+        for (int i = 0; i < C; i += THREADS / 16) {  // a step of 4 rows (mod 8) exchanges units by 4
+            if (C % (THREADS / 16) == 0 || first + i < C) copy_async16((at ^ i % 8 * 16) + i * 128, x, i < rows_left);
+            x += stride * (THREADS / 16);
         }
     }
 }
 
-// K K^T, strictly lower, into shared memory; Q K^T to global memory.
-__device__ __forceinline__ void store_products(const PrepareParams& p, PrepareSmem& sm, int2 chunk, int head, int warp, int lane) {
-    char* out = reinterpret_cast<char*>(p.qk) + (static_cast<long long>(head) * p.tokens + chunk.x) * 128;
-    for (int job = warp; job < 8; job += WARPS) {
-        const int strip = job % 4, is_key = job / 4;
-        float acc[8][4] = {};
-        row_products(acc, sm.rows[is_key], sm.rows[1], strip, lane);
+__device__ __forceinline__ void load_gates(const PrepareParams& p, PrepareSmem& sm, int2 chunk, u32 head, u32 t) {
 #pragma unroll
-        for (int i = 0; i < 16; i++) {
-            const int r = strip * 16 + lane / 4 + i % 2 * 8, c = i / 2 * 8 + lane % 4 * 2;
-            const float x = acc[i / 2][i % 2 * 2], y = acc[i / 2][i % 2 * 2 + 1];
-            if (is_key) *reinterpret_cast<float2*>(&sm.kk[r * STRIDE + c]) = make_float2(c < r ? x : 0.f, c + 1 < r ? y : 0.f);
-            else if (r < chunk.y) *reinterpret_cast<__half2*>(out + swizzled(r, c * 2)) = __floats2half2_rn(x, y);
-        }
+    for (u32 i = 0; i < C * GROUP; i += THREADS) {
+        const u32 row = (t + i) / GROUP, h = (t + i) % GROUP;
+        const long long at = (chunk.x + static_cast<long long>(row)) * p.value_heads + head * GROUP + h;
+        if (row >= C) break;
+        copy_async4(&sm.beta[h][row], p.beta + at, static_cast<int>(row) < chunk.y);
+        copy_async4(&sm.g[h][row], p.g + at, static_cast<int>(row) < chunk.y);
     }
 }
 
-// ---- the inverse ----------------------------------------------------------------------------------------------------
-// Column j of its 16 x 16 diagonal block: x_i = kk_ij - sum_{m<i} kk_im b_m x_m; blocks above the diagonal become zero.
-__device__ __forceinline__ void diagonal_column(const float* kk, const float* beta, float* n, int j) {
-    const int base = j / 16 * 16;
-    float y[16];
+// ---- products of rows, by the first warpgroup -----------------------------------------------------------------------
+// X K^T of 64 rows; one product at a time, so that four blocks' registers fit a multiprocessor.
+__device__ __forceinline__ void multiply_rows(float (&acc)[32], u32 x, u32 k) {
+    wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < 16; i++) {
-        const float* row = &kk[(base + i) * STRIDE + base];
-        float x = kk[(base + i) * STRIDE + j], x1 = 0.f;
-#pragma unroll
-        for (int m = 0; m < i; m += 4) {
-            const float4 r = *reinterpret_cast<const float4*>(row + m);
-            x -= r.x * y[m];
-            if (m + 1 < i) x1 -= r.y * y[m + 1];
-            if (m + 2 < i) x -= r.z * y[m + 2];
-            if (m + 3 < i) x1 -= r.w * y[m + 3];
-        }
-        x += x1;
-        n[(base + i) * STRIDE + j] = x;
-        y[i] = beta[base + i] * x;
+    for (int i = 0; i < 8; i++) {
+        const u32 at = i / 4 * IMAGE + i % 4 * 32;
+        wgmma_ss64(acc, descriptor(x + at, 1, 64), descriptor(k + at, 1, 64), i > 0);
     }
-    for (int i = 0; i < base; i++) n[i * STRIDE + j] = 0.f;
+    wgmma_commit();
+    wgmma_wait<0>();
 }
 
-struct Split { u32 high, low; };
-__device__ __forceinline__ Split split(float x, float y) {  // x + y to 22 bits each
-    const __half2 high = __floats2half2_rn(x, y);
-    const float2 back = __half22float2(high);
-    const __half2 low = __floats2half2_rn(x - back.x, y - back.y);
-    return {*reinterpret_cast<const u32*>(&high), *reinterpret_cast<const u32*>(&low)};
-}
-
-// acc -= A diag(b) B for 16 rows of A [.., S] and S / 8 column tiles of B [S, S]; both fp32 in shared memory with rows of STRIDE.
-template <int S> __device__ __forceinline__ void subtract_product(float (&acc)[S / 8][4], const float* a, const float* b, const float* beta, int lane) {
-    const int row = lane / 4, pair = lane % 4 * 2;
+// |k|^2 of every row from the diagonal of K K^T.
+__device__ __forceinline__ void key_norms(PrepareSmem& sm, const float (&kk)[32], u32 warp, u32 lane) {
+    if (lane % 4 != lane / 8) return;
 #pragma unroll
-    for (int k = 0; k < S; k += 16) {
-        Split left[4];
+    for (int n = 0; n < 8; n++) {
+        const float x = lane / 4 % 2 ? kk[n * 4 + n % 2 * 2 + 1] : kk[n * 4 + n % 2 * 2];
+        const float r = L2NORM ? rsqrtf(x + NORM_EPS) : 1.f;
+        if (n / 2 == warp) sm.key_norm[n * 8 + lane / 4] = x * r * r, sm.rstd[1][n * 8 + lane / 4] = r;
+    }
+}
+
+// Four lanes a row, by `warps` warps; beside the products where there are warps to spare.
+__device__ __forceinline__ void query_norms(PrepareSmem& sm, u32 warp, u32 warps, u32 lane) {
+    for (u32 row = warp * 8 + lane / 4; row < C; row += warps * 8) {
+        float sum = 0.f;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            const int r = row + i % 2 * 8, m = k + pair + i / 2 * 8;
-            const float2 x = *reinterpret_cast<const float2*>(&a[r * STRIDE + m]);
-            left[i] = split(-x.x * beta[m], -x.y * beta[m + 1]);
-        }
-        const u32 high[4] = {left[0].high, left[1].high, left[2].high, left[3].high};
-        const u32 low[4] = {left[0].low, left[1].low, left[2].low, left[3].low};
+            const uint4 x = *reinterpret_cast<const uint4*>(sm.rows[0][i / 2] + swizzled(row, (i % 2 * 4 + lane % 4) * 16));
+            const u32 pairs[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
-        for (int n = 0; n < S / 8; n++) {
-            const float* column = &b[(k + pair) * STRIDE + n * 8 + row];
-            const Split first = split(column[0], column[STRIDE]), second = split(column[8 * STRIDE], column[9 * STRIDE]);
-            mma_fp16(acc[n], low, first.high, second.high);
-            mma_fp16(acc[n], high, first.low, second.low);
-            mma_fp16(acc[n], high, first.high, second.high);
+            for (int j = 0; j < 4; j++) sum += low_half(pairs[j]) * low_half(pairs[j]) + high_half(pairs[j]) * high_half(pairs[j]);
+        }
+        sum += __shfl_xor_sync(~0u, sum, 1);
+        sum += __shfl_xor_sync(~0u, sum, 2);
+        if (lane % 4 == 0) sm.rstd[0][row] = rsqrtf(sum + NORM_EPS);
+    }
+}
+
+__device__ __forceinline__ void fold_norms(const PrepareSmem& sm, const float* rows, float (&acc)[32], u32 warp, u32 lane) {
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+        const float row = rows[warp * 16 + lane / 4 + i % 2 * 8];
+        const float2 column = *reinterpret_cast<const float2*>(&sm.rstd[1][i / 2 * 8 + lane % 4 * 2]);
+        acc[i * 2] *= row * column.x, acc[i * 2 + 1] *= row * column.y;
+    }
+}
+
+// A warp's 16 rows of L: operands left of its diagonal tile, fp32 in it.
+__device__ __forceinline__ void store_lower(PrepareSmem& sm, const float (&kk)[32], u32 warp, u32 lane) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        const float* x = kk + j * 8;
+        if (j < warp) {
+            const Split a = split(x[0], x[1]), b = split(x[4], x[5]), c = split(x[2], x[3]), d = split(x[6], x[7]);
+            sm.lower[warp * (warp - 1) / 2 + j][0][lane] = make_uint4(a.high, b.high, c.high, d.high);
+            sm.lower[warp * (warp - 1) / 2 + j][1][lane] = make_uint4(a.low, b.low, c.low, d.low);
+        } else if (j == warp) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const u32 r = lane / 4 + i % 2 * 8, c = lane % 4 * 2 + i / 2 * 8;
+                const float2 strict = make_float2(c < r ? x[i * 2] : 0.f, c + 1 < r ? x[i * 2 + 1] : 0.f);
+                *reinterpret_cast<float2*>(&sm.diagonal[j][r * TILE_ROW + c]) = strict;
+            }
         }
     }
 }
 
-template <int S, typename Access> __device__ __forceinline__ void each_pair(float (&acc)[S / 8][4], int lane, Access access) {
+// A warp's 16 rows of Q K^T: an image in shared memory, copied out while the inverse runs.
+__device__ __forceinline__ void store_scores(PrepareSmem& sm, const float (&qk)[32], char* out, int count, u32 warp, u32 lane) {
+    char* strip = sm.images[0] + warp * 16 * 128;
 #pragma unroll
-    for (int n = 0; n < S / 8; n++)
+    for (int j = 0; j < 4; j++) {
+        float x[8];
 #pragma unroll
-        for (int i = 0; i < 2; i++) access((lane / 4 + i * 8) * STRIDE + n * 8 + lane % 4 * 2, acc[n][i * 2], acc[n][i * 2 + 1]);
+        for (int i = 0; i < 8; i++) {
+            const u32 r = warp * 16 + lane / 4 + i / 2 % 2 * 8, c = j * 16 + i / 4 * 8 + lane % 4 * 2 + i % 2;
+            x[i] = c <= r ? qk[j * 8 + i] : 0.f;
+        }
+        const u32 at = smem_addr(strip) + swizzled(lane % 16, j * 32 + lane / 16 * 16);
+        stmatrix(at, pack_half(x[0], x[1]), pack_half(x[2], x[3]), pack_half(x[4], x[5]), pack_half(x[6], x[7]));
+    }
+    fence_async();
+    __syncwarp();
+    const int rows = min(count - static_cast<int>(warp) * 16, 16);
+    if (lane == 0 && rows > 0) bulk_store(out + warp * 16 * 128, strip, rows * 128);
 }
 
-// Rows strip..strip+15 of the block below the diagonal of a pair of S x S blocks that start at base.
-template <int S, typename Sync> __device__ __forceinline__ void merge(const float* kk, const float* beta, float* n, int base, int strip, int lane, Sync sync) {
-    const int below = (base + S + strip) * STRIDE + base;
-    float acc[S / 8][4];
-    each_pair<S>(acc, lane, [&](int at, float& x, float& y) { x = kk[below + at], y = kk[below + at + 1]; });
-    subtract_product<S>(acc, kk + below, n + base * STRIDE + base, beta + base, lane);
-    each_pair<S>(acc, lane, [&](int at, float& x, float& y) { n[below + at] = x, n[below + at + 1] = y; });
-    sync();
-    subtract_product<S>(acc, n + below + S, n + (base + S) * STRIDE + base, beta + base + S, lane);
-    sync();
-    each_pair<S>(acc, lane, [&](int at, float& x, float& y) { n[below + at] = x, n[below + at + 1] = y; });
-    sync();
+// ---- bounds ---------------------------------------------------------------------------------------------------------
+// The chunk's log bound, 32 tokens a warp in a fixed tree: sum of g + log max(1, |1 - b |k|^2|).
+__device__ __forceinline__ void half_bound(PrepareSmem& sm, u32 h, u32 half, u32 lane) {
+    const u32 row = half * 32 + lane;
+    float x = fmaxf(sm.g[h][row], GATE_FLOOR) + __logf(fmaxf(fabsf(1.f - sm.beta[h][row] * sm.key_norm[row]), 1.f));
+    for (int d = 16; d; d /= 2) x += __shfl_xor_sync(~0u, x, d);
+    if (lane == 0) sm.bound[h][half] = x;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) prepare(const __grid_constant__ PrepareParams p) {
-    extern __shared__ __align__(16) char raw[];
+// ---- one block ------------------------------------------------------------------------------------------------------
+// From q and k in shared memory to L there and Q K^T on its way out.
+__device__ __forceinline__ void products(const PrepareParams& p, PrepareSmem& sm, int2 chunk, u32 head, u32 heads, u32 t, u32 warp) {
+    const u32 lane = t % 32, q = smem_addr(sm.rows[0]), k = smem_addr(sm.rows[1]);
+    float acc[32];
+    if (warp < 4) {
+        multiply_rows(acc, k, k);
+        key_norms(sm, acc, warp, lane);
+        if (L2NORM) {
+            named_barrier<GROUP + 1, 128>();
+            fold_norms(sm, sm.rstd[1], acc, warp, lane);
+        }
+        store_lower(sm, acc, warp, lane);
+        multiply_rows(acc, q, k);
+        if (L2NORM && WARPS == 4) query_norms(sm, warp, 4, lane);
+    } else if (L2NORM) {
+        query_norms(sm, warp - 4, WARPS - 4, lane);
+    }
+    __syncthreads();  // from here on the rows' memory holds images
+    const long long first_row = static_cast<long long>(head) * p.tokens + chunk.x;
+    if (warp < 4) {
+        if (L2NORM) fold_norms(sm, sm.rstd[0], acc, warp, lane);
+        store_scores(sm, acc, p.qk + first_row * 128, chunk.y, warp, lane);
+    }
+    const u32 tensor = t / C, row = t % C;
+    if (L2NORM && tensor < 2 && static_cast<int>(row) < chunk.y)
+        p.rstd[static_cast<long long>(tensor) * heads * p.tokens + first_row + row] = sm.rstd[tensor][row];
+}
+
+extern "C" __device__ const int shared_bytes = sizeof(PrepareSmem);  // asked for at the launch
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) prepare(const __grid_constant__ PrepareParams p) {
+    extern __shared__ __align__(1024) char raw[];
     PrepareSmem& sm = *reinterpret_cast<PrepareSmem*>(raw);
-    const int t = threadIdx.x, lane = t % 32, warp = t / 32, head = blockIdx.y, first_value_head = head * GROUP;
-    const int2 chunk = p.chunks[blockIdx.x];
-
-    // Load q and k (zero beyond the chunk's tokens) and the write strengths.
-    for (int i = t; i < 2 * C * K / 8; i += THREADS) {
-        const int is_key = i / (C * K / 8), row = i / (K / 8) % C, unit = i % (K / 8);
-        const __nv_bfloat16* x = is_key ? p.k + head * p.k_head : p.q + head * p.q_head;
-        uint4 loaded = make_uint4(0, 0, 0, 0);
-        if (row < chunk.y) loaded = *reinterpret_cast<const uint4*>(x + (chunk.x + row) * (is_key ? p.k_row : p.q_row) + unit * 8);
-        *reinterpret_cast<uint4*>(&sm.rows[is_key][row * ROW_STRIDE + unit * 8]) = loaded;
-    }
-    for (int i = t; i < C * GROUP; i += THREADS) {
-        const int row = i / GROUP, h = i % GROUP;
-        sm.beta[h][row] = row < chunk.y ? p.beta[static_cast<long long>(chunk.x + row) * p.value_heads + first_value_head + h] : 0.f;
-    }
+    const u32 t = threadIdx.x, lane = t % 32, warp = __shfl_sync(~0u, t / 32, 0), heads = static_cast<u32>(p.value_heads) / GROUP;
+    const u32 head = blockIdx.x % heads, index = blockIdx.x / heads;
+    const int2 chunk = p.chunks[index];
+    load_gates(p, sm, chunk, head, t);
+    load_rows(p, sm, chunk, head, t);
+    copy_async_wait();
+    fence_async();
     __syncthreads();
-    store_products(p, sm, chunk, head, warp, lane);
-    __syncthreads();
-
-    // Invert: a pair of warps per value head.
-    const int h = warp / 2, half = warp % 2;
-    float *n = sm.n[h], *beta = sm.beta[h];
-    diagonal_column(sm.kk, beta, n, half * 32 + lane);
-    __syncwarp();  // a warp's 32 columns are the two diagonal blocks that it merges
-    merge<16>(sm.kk, beta, n, half * 32, 0, lane, [] { __syncwarp(); });
-    pair_barrier(h + 1);
-    merge<32>(sm.kk, beta, n, 0, half * 16, lane, [&] { pair_barrier(h + 1); });
-
-    // Store the rows that hold tokens, 16 bytes a thread.
-    char* out = reinterpret_cast<char*>(p.n) + (static_cast<long long>(first_value_head + h) * p.tokens + chunk.x) * 128;
-    for (int i = half * 32 + lane; i < chunk.y * 8; i += 64) {
-        const int row = i / 8, unit = i % 8;
-        const float4 x = *reinterpret_cast<const float4*>(&n[row * STRIDE + unit * 8]), y = *reinterpret_cast<const float4*>(&n[row * STRIDE + unit * 8 + 4]);
-        const __half2 packed[4] = {__floats2half2_rn(x.x, x.y), __floats2half2_rn(x.z, x.w), __floats2half2_rn(y.x, y.y), __floats2half2_rn(y.z, y.w)};
-        *reinterpret_cast<uint4*>(out + swizzled(row, unit * 16)) = *reinterpret_cast<const uint4*>(packed);
+    products(p, sm, chunk, head, heads, t, warp);
+    const u32 h = warp / 2, half = warp % 2, value_head = head * GROUP + h;
+    if (h < GROUP) {
+        half_bound(sm, h, half, lane);  // also where nobody asked: without a branch its latency hides under the inverse
+        scan_gates(sm, h, half, lane);
+        invert(sm, h, half, lane);
+        gate_rows(sm, h, half, lane);
+        fence_async();
+        pair_barrier(h + 1);
+        if (half == 0 && lane == 0) {
+            bulk_store(p.t + (static_cast<long long>(value_head) * p.tokens + chunk.x) * 128, sm.images[1 + h], chunk.y * 128);
+            if (p.bound) p.bound[static_cast<long long>(value_head) * (gridDim.x / heads) + index] = sm.bound[h][0] + sm.bound[h][1];
+        }
     }
+    if (lane == 0) bulk_wait_read<0>();  // the copies out still read this block's memory
 }

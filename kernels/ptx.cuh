@@ -24,6 +24,11 @@ __device__ __forceinline__ void barrier_wait(u64* bar, u32 parity) {
         "{\n.reg .pred p;\nWAIT:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra DONE;\nbra WAIT;\nDONE:\n}" ::
             "r"(smem_addr(bar)), "r"(parity) : "memory");
 }
+__device__ __forceinline__ bool barrier_test(u64* bar, u32 parity) {
+    u32 done;
+    asm volatile("{.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;}" : "=r"(done) : "r"(smem_addr(bar)), "r"(parity) : "memory");
+    return done;
+}
 __device__ __forceinline__ void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 template <int ID, int THREADS> __device__ __forceinline__ void named_barrier() {
@@ -61,6 +66,12 @@ __device__ __forceinline__ u32 swizzled(u32 row, u32 byte) { return (row * 128 +
 __device__ __forceinline__ u64 descriptor(u32 address, u32 leading, u32 stride) {  // offsets in 16-byte units
     return static_cast<u64>((address & 0x3ffff) >> 4) | (static_cast<u64>(leading) << 16) | (static_cast<u64>(stride) << 32) | (1ull << 62);
 }
+__device__ __forceinline__ u32 load_shared(u32 address) {
+    u32 r;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(r) : "r"(address) : "memory");
+    return r;
+}
+__device__ __forceinline__ void store_shared(u32 address, u32 x) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory"); }
 __device__ __forceinline__ float exp2_approx(float x) {
     float r;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
@@ -92,6 +103,16 @@ __device__ __forceinline__ void mma_fp16(float (&d)[4], const u32 (&a)[4], u32 b
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+__device__ __forceinline__ u32 round_tf32(float x) {
+    u32 r;
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(r) : "f"(x));
+    return r;
+}
+__device__ __forceinline__ void mma_tf32(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
 // ---- warpgroup products: d[64 x n] (+)= a[64 x 16] b[16 x n], fp32 accumulators -------------------------------------
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -112,8 +133,46 @@ __device__ __forceinline__ void wgmma_ss64(float (&d)[32], u64 a, u64 b, int add
     asm volatile("{.reg .pred p; setp.ne.b32 p, %34, 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" R32 "}, %32, %33, p, 1, 1, 0, 0;}"
         : D32(d, 0) : "l"(a), "l"(b), "r"(add));
 }
+#define E8(d, i) "=f"(d[i]), "=f"(d[i + 1]), "=f"(d[i + 2]), "=f"(d[i + 3]), "=f"(d[i + 4]), "=f"(d[i + 5]), "=f"(d[i + 6]), "=f"(d[i + 7])
+// The first of a sum: d = a b, whatever d held.
+__device__ __forceinline__ void wgmma_ss64_new(float (&d)[32], u64 a, u64 b) {
+    asm volatile("{.reg .pred p; setp.ne.b32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" R32 "}, %32, %33, p, 1, 1, 0, 0;}"
+        : E8(d, 0), E8(d, 8), E8(d, 16), E8(d, 24) : "l"(a), "l"(b));
+}
 // a in registers, b MN-major in shared memory, n = 128; always adds.
 __device__ __forceinline__ void wgmma_rs128_mn(float (&d)[64], const u32* a, u64 b) {
     asm volatile("{wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" R64 "}, {%64,%65,%66,%67}, %68, 1, 1, 1, 1;}"
         : D32(d, 0), D32(d, 32) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+// a in registers, b MN-major in shared memory, n = 64.
+__device__ __forceinline__ void wgmma_rs64_mn(float (&d)[32], const u32* a, u64 b, int add) {
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %37, 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" R32 "}, {%32,%33,%34,%35}, %36, p, 1, 1, 1;}"
+        : D32(d, 0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+}
+__device__ __forceinline__ void bulk_store(void* dst, const void* src, u32 bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(dst), "r"(smem_addr(src)), "r"(bytes) : "memory");
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+// a K-major (A_MN = 0) or MN-major (1), b MN-major, both in shared memory, n = 64; always adds.
+template <int A_MN> __device__ __forceinline__ void wgmma_ss64_mn(float (&d)[32], u64 a, u64 b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" R32 "}, %32, %33, 1, 1, 1, %34, 1;"
+        : D32(d, 0) : "l"(a), "l"(b), "n"(A_MN));
+}
+// a K-major and b K-major in shared memory, n = 32.
+__device__ __forceinline__ void wgmma_ss32(float (&d)[16], u64 a, u64 b, int add) {
+    asm volatile("{.reg .pred p; setp.ne.b32 p, %18, 0;\nwgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, %16, %17, p, 1, 1, 0, 0;}"
+        : D8(d, 0), D8(d, 8) : "l"(a), "l"(b), "r"(add));
+}
+
+// ---- copies without a tensor map ------------------------------------------------------------------------------------
+// One 16-byte (or 4-byte) unit of global memory, or zeros without reading it.
+__device__ __forceinline__ void copy_async16(u32 dst, const void* src, bool read) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(read ? 16 : 0) : "memory");
+}
+__device__ __forceinline__ void copy_async4(void* dst, const void* src, bool read) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(smem_addr(dst)), "l"(src), "r"(read ? 4 : 0) : "memory");
+}
+__device__ __forceinline__ void copy_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+__device__ __forceinline__ void stmatrix(u32 a, u32 r0, u32 r1, u32 r2, u32 r3) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(a), "r"(r0), "r"(r1), "r"(r2), "r"(r3) : "memory");
 }

@@ -148,9 +148,12 @@ def local_gradients(ctx: Context, pack: Pack) -> tuple[Tensor, Tensor]:
     return pack.dout[ctx.token_ids].to(ctx.dtype), pack.dfinal[list(ctx.exit_docs)].to(ctx.state_dtype)
 
 
-def call(ctx: Context, leaves: Mapping[str, Tensor], pack: Pack) -> tuple[Tensor, Tensor]:
+def call(ctx: Context, leaves: Mapping[str, Tensor], pack: Pack, **more: Any) -> tuple[Tensor, Tensor]:
     """The op with final states."""
-    o, final = chunk_gated_delta_rule(**leaves, ctx=ctx, output_final_state=True, use_qk_l2norm_in_kernel=pack.l2norm)
+    l2norm = pack.l2norm
+    o, final = chunk_gated_delta_rule(
+        **leaves, ctx=ctx, output_final_state=True, use_qk_l2norm_in_kernel=l2norm, **more
+    )
     assert final is not None
     return o, final
 

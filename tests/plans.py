@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from hypothesis import strategies as st
 
-from cp_gdn.chains import Chains, HopBuilder, Maps, build_chains, build_maps
+from cp_gdn.chains import Chains, Rows, build_chains
 from cp_gdn.exchange import Routes, build_routes, choose_exchange
 from cp_gdn.layout import Partition, partition
 from cp_gdn.plan import Plan, build_plan
@@ -34,24 +34,22 @@ class Drawn:
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlan:
-    """What a context holds of a rank: forward first, then its mirror."""
+    """What a context holds of a rank, both directions."""
 
     plan: Plan
-    maps: Maps
-    builders: tuple[HopBuilder, HopBuilder]
-    chains: tuple[Chains, Chains]
+    chains: Chains
     routes: Routes
+
+    @property
+    def rows(self) -> Rows:
+        return self.chains.rows
 
 
 def plan_rank(drawn: Drawn, rank: int, exchange: str) -> RankPlan:
     plan = drawn.plan(rank)
     kind = choose_exchange(exchange, drawn.part, 8, (16, 16), grid=drawn.grid > 0, itemsize=4).kind
-    maps = build_maps(plan.segments, grid=drawn.grid > 0)
-    builders = tuple(HopBuilder(drawn.part, plan, maps, reverse=reverse) for reverse in (False, True))
-    stepped = drawn.grid > 0 and kind == "ring"
-    chains = tuple(build_chains(builder, exchange_steps_segments=stepped) for builder in builders)
-    routes = build_routes(kind, drawn.part, builders, chains)
-    return RankPlan(plan=plan, maps=maps, builders=builders, chains=chains, routes=routes)  # type: ignore[arg-type]
+    chains = build_chains(plan, steps_on=kind == "ring")
+    return RankPlan(plan=plan, chains=chains, routes=build_routes(kind, drawn.part, plan, chains))
 
 
 def plan_all(drawn: Drawn, exchange: str) -> list[RankPlan]:

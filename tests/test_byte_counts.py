@@ -25,11 +25,21 @@ CASES = [
     for segments in (2, "grid:1")
 ]
 
+MODES = {
+    "full": cp_gdn.Options(save="full"),
+    "full, cutoff": cp_gdn.Options(save="full", decay_cutoff=-17.0),
+    "full, no maps": cp_gdn.Options(save="full", save_transfer=False),
+    "nothing": cp_gdn.Options(boundary="recompute"),
+    "nothing, no maps": cp_gdn.Options(boundary="recompute", save_transfer=False),
+}
+
 BUSY = [[(0, 0, 10), (1, 0, 10)], [(2, 0, 10)], [(0, 10, 54), (1, 10, 126), (2, 10, 90)]]
 """Pieces of three documents; rank 2 takes over all of them."""
 
 
-def step(comm: cp_gdn.Comm, layout: str, exchange: str, save: bool, segments: int | str) -> tuple:
+def step(
+    comm: cp_gdn.Comm, layout: str, exchange: str, options: cp_gdn.Options, segments: int | str, l2norm: bool = False
+) -> tuple:
     """One convolution and one op, forward and backward: counted bytes by purpose, the queries, and what was kept."""
     part = cp_gdn.partition(PACK, comm.size, layout, align=64 if segments == "grid:1" else 1)
     ctx = cp_gdn.build_context(
@@ -41,7 +51,7 @@ def step(comm: cp_gdn.Comm, layout: str, exchange: str, save: bool, segments: in
         conv=(10, 4),
         exchange=exchange,
         segments=segments,
-        options=cp_gdn.Options(save_transfer=save),
+        options=options,
     )
     gen, tokens = torch.Generator().manual_seed(comm.rank), ctx.num_tokens
     shapes = ((1, 16), (1, 16), (3, 24), (3,), (3,))
@@ -56,14 +66,14 @@ def step(comm: cp_gdn.Comm, layout: str, exchange: str, save: bool, segments: in
         y = cp_gdn.causal_conv1d(torch.zeros(tokens, 10, requires_grad=True), torch.ones(10, 4), ctx=ctx)
         y.sum().backward()
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            o, _ = cp_gdn.chunk_gated_delta_rule(q, k, v, gate, beta, ctx=ctx)
+            o, _ = cp_gdn.chunk_gated_delta_rule(q, k, v, gate, beta, ctx=ctx, use_qk_l2norm_in_kernel=l2norm)
         o.sum().backward()
     held = sum(x.numel() * x.element_size() for x in kept.values() if x.numel())
     counted: Counter[tuple[str, str]] = Counter()
     for message in log:
         counted[message.purpose, message.direction] += message.numel * message.dtype.itemsize
     asked = {r: comm_bytes(ctx, r) for r in range(comm.size)}
-    return counted, asked, held, saved_bytes(ctx)
+    return counted, asked, held, saved_bytes(ctx, use_qk_l2norm_in_kernel=l2norm)
 
 
 def on_paper(world: int, layout: str, exchange: str, save: bool, segments: int | str) -> Forecast:
@@ -85,11 +95,24 @@ def on_paper(world: int, layout: str, exchange: str, save: bool, segments: int |
 def test_queried_bytes_equal_the_counted_ones(
     world: int, layout: str, exchange: str, save: bool, segments: int | str
 ) -> None:
-    ranks = cp_gdn.twin(world, lambda comm: step(comm, layout, exchange, save, segments))
+    options = cp_gdn.Options(save_transfer=save)
+    ranks = cp_gdn.twin(world, lambda comm: step(comm, layout, exchange, options, segments))
+    assert_queried(ranks)
     paper = on_paper(world, layout, exchange, save, segments)
-    for rank, (counted, _, held, saved) in enumerate(ranks):
-        assert {purpose: each.of(rank) for purpose, each in paper.traffic.items()} == ranks[rank][1][rank]
+    for rank, (_, asked, _, saved) in enumerate(ranks):
+        assert {purpose: each.of(rank) for purpose, each in paper.traffic.items()} == asked[rank]
         assert {name: each[rank] for name, each in paper.kept.items()} == saved
+
+
+@pytest.mark.parametrize("l2norm", [False, True])
+@pytest.mark.parametrize("exchange", ["ring", "a2a"])
+@pytest.mark.parametrize("mode", MODES)
+def test_queried_bytes_equal_the_counted_ones_in_every_mode(mode: str, exchange: str, l2norm: bool) -> None:
+    assert_queried(cp_gdn.twin(2, lambda comm: step(comm, "zigzag", exchange, MODES[mode], 2, l2norm)))
+
+
+def assert_queried(ranks: list[tuple]) -> None:
+    for rank, (counted, _, held, saved) in enumerate(ranks):
         for _, asked, _, _ in ranks:  # every rank knows every rank's
             for purpose, traffic in asked[rank].items():
                 assert (traffic.sent, traffic.received) == (counted[purpose, "send"], counted[purpose, "recv"]), purpose

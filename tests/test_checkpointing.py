@@ -1,6 +1,7 @@
 """Activation checkpointing of two layers in every form: the bits of a run without it, the same messages on both ends.
 
-A recompute runs the exchange again today, on every rank alike; a selective one that saves the operator does not.
+A recompute sends nothing where the layers' own handles or the caller's carry what the exchange brought, and where the
+operator is saved; elsewhere it runs the exchange again, on every rank alike.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch.utils.checkpoint import (
     set_checkpoint_early_stop,
 )
 
-from cp_gdn import Comm, Context, GatedDeltaNet, build_context, chunk_gated_delta_rule, partition, twin
+from cp_gdn import Comm, Context, GatedDeltaNet, RecomputeHandle, build_context, chunk_gated_delta_rule, partition, twin
 from cp_gdn.comm import Message
 from tests.dist import pool
 from tests.test_twin import assert_lists_match
@@ -30,7 +31,7 @@ BOUNDS = (0, 90, 91, 170)
 HIDDEN = 12
 SHAPE: dict[str, Any] = {"heads": (1, 2), "head_dims": (16, 16)}
 
-Block = Callable[[Tensor], Tensor]
+Block = Callable[..., Tensor]
 Form = Callable[[Block, Block, Tensor], Tensor]
 
 once_more = partial(checkpoint, use_reentrant=False)
@@ -49,15 +50,29 @@ selective = partial(once_more, context_fn=partial(create_selective_checkpoint_co
 # Per form: what it does, and how often the forward exchange of the first and of the second layer runs in a step.
 FORMS: dict[str, tuple[Form, tuple[int, int]]] = {
     "none": (lambda first, second, x: second(first(x)), (1, 1)),
-    "each": (lambda first, second, x: once_more(second, once_more(first, x)), (2, 2)),
-    TO_THE_END: (lambda first, second, x: once_more(second, once_more(first, x)), (2, 2)),
+    "each": (lambda first, second, x: once_more(second, once_more(first, x)), (1, 1)),
+    TO_THE_END: (lambda first, second, x: once_more(second, once_more(first, x)), (1, 1)),
     "each, reentrant": (lambda first, second, x: reentrant(second, reentrant(first, x)), (2, 2)),
-    "both in one": (lambda first, second, x: once_more(lambda h: second(first(h)), x), (2, 2)),
-    "nested": (lambda first, second, x: once_more(lambda h: second(once_more(first, h)), x), (3, 2)),
+    "both in one": (lambda first, second, x: once_more(lambda h: second(first(h)), x), (1, 1)),
+    # an outer recompute makes the inner checkpoint anew, and its frame has no handle yet
+    "nested": (lambda first, second, x: once_more(lambda h: second(once_more(first, h)), x), (2, 1)),
     "nested, reentrant": (lambda first, second, x: reentrant(lambda h: second(reentrant(first, h)), x), (3, 2)),
-    "only the second": (lambda first, second, x: once_more(second, first(x)), (1, 2)),
+    "only the second": (lambda first, second, x: once_more(second, first(x)), (1, 1)),
     "selective": (lambda first, second, x: selective(second, selective(first, x)), (1, 1)),
+    "each, the caller's handles": (lambda first, second, x: handed(once_more, first, second, x), (1, 1)),
+    "reentrant, the caller's handles": (lambda first, second, x: handed(reentrant, first, second, x), (1, 1)),
+    "nested, the caller's handles": (lambda first, second, x: nested(once_more, first, second, x), (1, 1)),
+    "nested, reentrant, the caller's handles": (lambda first, second, x: nested(reentrant, first, second, x), (1, 1)),
 }
+
+
+def handed(how: Callable[..., Tensor], first: Block, second: Block, x: Tensor) -> Tensor:
+    return how(second, how(first, x, RecomputeHandle()), RecomputeHandle())
+
+
+def nested(how: Callable[..., Tensor], first: Block, second: Block, x: Tensor) -> Tensor:
+    inner, outer = RecomputeHandle(), RecomputeHandle()
+    return how(lambda h: second(how(first, h, inner), outer), x)
 
 
 class Step:
@@ -88,8 +103,8 @@ def step(comm: Comm, name: str, exchange: str) -> Step:
     ctx = make_context(comm, layers[0].conv, exchange)
     x = ROWS[:, ctx.token_ids].requires_grad_()
 
-    def block(index: int, h: Tensor) -> Tensor:
-        return h + layers[index](h, ctx)
+    def block(index: int, h: Tensor, handle: RecomputeHandle | None = None) -> Tensor:
+        return h + layers[index](h, ctx, recompute=handle)
 
     with comm.record() as messages:
         y = FORMS[name][0](partial(block, 0), partial(block, 1), x)

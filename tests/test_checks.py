@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -95,7 +96,7 @@ CHOICES: dict[str, tuple[str, Change, type[Exception], str]] = {
     "scale": ("scale", lambda x: torch.ones(1), TypeError, "scale: got Tensor, expected a number, or None"),
     "scale as a flag": ("scale", lambda x: True, TypeError, "scale: got bool"),
     "norm": ("use_qk_l2norm_in_kernel", lambda x: 1, TypeError, "use_qk_l2norm_in_kernel: got int"),
-    "workspace": ("workspace", lambda x: x["q"], NotImplementedError, "workspace: .* not there yet; leave workspace="),
+    "workspace": ("workspace", lambda x: x["q"], TypeError, "workspace: got Tensor, expected a cp_gdn.Workspace"),
     "no context": ("ctx", lambda x: None, TypeError, "ctx: got NoneType, expected the result of cp_gdn.build_context"),
 }  # fmt: skip
 
@@ -222,7 +223,7 @@ CONTEXTS: dict[str, tuple[Values, type[Exception], str]] = {
     "off the grid": ({"segments": "grid:1"}, ValueError, "document 0 is cut at its token 20.* align=64"),
     "exchange": ({"exchange": "star"}, ValueError, "exchange: got 'star', expected one of"),
     "backend": ({"backend": "cuda"}, ValueError, "backend: got 'cuda', expected 'auto', 'torch' or 'hopper'"),
-    "kernels": ({"backend": "hopper"}, NotImplementedError, 'backend="hopper" is not there yet; use backend="torch"'),
+    "kernels": ({"backend": "hopper"}, RuntimeError, r'backend="hopper": .*; use backend="torch", or "auto"'),
     "options": ({"options": {"save": "light"}}, TypeError, "options: got dict, expected cp_gdn.Options"),
 }
 
@@ -239,14 +240,25 @@ def test_a_context_is_refused_by_the_argument_that_is_wrong(case: str) -> None:
 
 
 OPTIONS: dict[str, tuple[Values, type[Exception], str]] = {
-    "save": ({"save": "full"}, NotImplementedError, r"Options\(save='full'\) is not there yet; use save='light'"),
-    "boundary": ({"boundary": "recompute"}, NotImplementedError, "boundary='recompute'.* not there yet"),
-    "tapes": ({"reuse_recompute_tapes": True}, NotImplementedError, "reuse_recompute_tapes=True.* not there yet"),
-    "tapes by choice": ({"reuse_recompute_tapes": "auto"}, NotImplementedError, "use reuse_recompute_tapes=False"),
-    "output": ({"recompute_output": "auto"}, NotImplementedError, "use recompute_output='always'"),
+    "all and nothing": (
+        {"save": "full", "boundary": "recompute"},
+        ValueError,
+        r"Options\(save='full', boundary='recompute'\): one keeps tapes, the other keeps nothing",
+    ),
+    "tapes twice": (
+        {"save": "full", "reuse_recompute_tapes": True},
+        ValueError,
+        "save='full', reuse_recompute_tapes=True.* use 'auto'",
+    ),
+    "tapes of nothing": (
+        {"boundary": "recompute", "reuse_recompute_tapes": True},
+        ValueError,
+        "boundary='recompute', reuse_recompute_tapes=True.* use 'auto'",
+    ),
+    "output": ({"recompute_output": False}, ValueError, r"recompute_output=False\): expected one of"),
     "unknown save": ({"save": "all"}, ValueError, r"Options\(save='all'\): expected one of"),
     "a number for a flag": ({"reuse_recompute_tapes": 0}, ValueError, "reuse_recompute_tapes=0"),
-    "transfer": ({"save_transfer": 1}, ValueError, r"Options\(save_transfer=1\): expected True or False"),
+    "transfer": ({"save_transfer": 1}, ValueError, r"Options\(save_transfer=1\): expected one of \(True, False\)"),
     "cutoff above 0": ({"decay_cutoff": 3.0}, ValueError, r"decay_cutoff=3.0\): expected None"),
     "cutoff by name": ({"decay_cutoff": "none"}, ValueError, "decay_cutoff='none'"),
     "cutoff as a flag": ({"decay_cutoff": False}, ValueError, "decay_cutoff=False"),
@@ -255,16 +267,17 @@ OPTIONS: dict[str, tuple[Values, type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("case", OPTIONS)
-def test_options_that_are_wrong_or_not_there_yet_are_refused_by_name(case: str) -> None:
+def test_options_that_are_wrong_or_contradict_each_other_are_refused_by_name(case: str) -> None:
     changes, error, said = OPTIONS[case]
     with pytest.raises(error, match=said):
         Options(**changes)
 
 
-@pytest.mark.parametrize("name", ["Workspace", "RecomputeHandle"])
-def test_names_whose_work_comes_later_say_so(name: str) -> None:
-    with pytest.raises(NotImplementedError, match=f"cp_gdn.{name} is not there yet"):
-        getattr(cp_gdn, name)(ctx=None)
+def test_every_other_pair_of_options_is_allowed() -> None:
+    for save, boundary, reuse, output in product(("light", "full"), ("saved", "recompute"), ("auto", False), ("auto",)):
+        if (save, boundary) != ("full", "recompute"):
+            Options(save=save, boundary=boundary, reuse_recompute_tapes=reuse, recompute_output=output)
+    assert Options(reuse_recompute_tapes=True, save_transfer=False, recompute_output="always").keeps_states
 
 
 def test_one_rank_alone_goes_on_after_a_refusal() -> None:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import cp_gdn
-from cp_gdn import Comm, Context, Options, conv, library, twin
+from cp_gdn import Comm, Context, Options, conv, library, recompute, twin
 from tests.cases import Content, Run
 from tests.dist import pool
 from tests.pack import call, differences, local_gradients, local_inputs, make_context, make_pack, step
@@ -55,7 +55,8 @@ def forward_arguments(ctx: Context) -> tuple[Any, ...]:
 def backward_arguments(ctx: Context) -> tuple[Any, ...]:
     args = forward_arguments(ctx)
     o, final, *saved = (x.detach() for x in library.forward_op(*args))
-    return (o, final, [*(t.detach() for t in args[:5]), *saved], *args[6:], True)
+    again = [] if ctx.options.keeps_states else [args[5].detach()]
+    return (o, final, [*(t.detach() for t in args[:5]), *saved, *again], *args[6:], True)
 
 
 def conv_arguments(ctx: Context) -> tuple[Any, ...]:
@@ -76,11 +77,26 @@ OPERATORS: dict[str, tuple[Any, Callable[[Context], tuple[Any, ...]]]] = {
 }
 
 
-@pytest.mark.parametrize("save_transfer", [True, False])
-@pytest.mark.parametrize("name", OPERATORS)
-def test_the_operators_keep_the_rules_of_torch(name: str, save_transfer: bool) -> None:
+KEEPING: dict[str, Options] = {
+    "states and maps": Options(),
+    "states": Options(save_transfer=False),
+    "tapes": Options(save="full", decay_cutoff=-17.0),
+    "nothing": Options(boundary="recompute"),
+}
+
+
+@pytest.mark.parametrize("kept", KEEPING)
+@pytest.mark.parametrize("name", ["forward", "backward"])
+def test_the_operators_keep_the_rules_of_torch(name: str, kept: str) -> None:
     operator, arguments = OPERATORS[name]
-    ctx = context(conv=(6, 4), options=Options(save_transfer=save_transfer))
+    ctx = context(conv=(6, 4), options=KEEPING[kept])
+    torch.library.opcheck(operator, arguments(ctx))
+
+
+@pytest.mark.parametrize("name", ["conv_forward", "conv_backward"])
+def test_the_operators_of_the_convolution_keep_the_rules_of_torch(name: str) -> None:
+    operator, arguments = OPERATORS[name]
+    ctx = context(conv=(6, 4))
     torch.library.opcheck(operator, arguments(ctx))
 
 
@@ -133,11 +149,12 @@ def checkpointed_on_rank(rank: int, world: int) -> list[tuple[list[Tensor], list
 
 
 @pytest.mark.dist
-def test_compiled_ranks_under_checkpointing_exchange_as_eager_ones_do_and_have_their_bits() -> None:
+def test_compiled_ranks_under_checkpointing_have_the_bits_of_eager_ones() -> None:
+    """An eager recompute has the layer's own handle, a compiled one exchanges again."""
     for (eager, sent), (compiled, also_sent) in pool.run(2, checkpointed_on_rank, timeout=120.0):
         assert all(torch.equal(a, b) for a, b in zip(eager, compiled, strict=True))
-        assert sent == also_sent
-        assert sent.count("STATE") == 2 * sent.count("ADJOINT")
+        counts = [(log.count("STATE"), log.count("HALO"), log.count("ADJOINT")) for log in (sent, also_sent)]
+        assert counts == [(1, 1, 1), (2, 2, 1)]
 
 
 def test_a_compiled_layer_is_one_graph_with_the_bits_of_the_eager_one() -> None:
@@ -222,27 +239,28 @@ def test_the_eager_graph_keeps_its_context() -> None:
 # ---- last_call -------------------------------------------------------------------------------------------------------
 
 
-def test_last_call_says_what_ran_and_why() -> None:
-    def calls(comm: Comm) -> list[dict[str, Any]]:
-        ctx = context(comm, Run(world=2, segments=2, exchange="ring", dtype=torch.float32))
-        leaves = local_inputs(ctx, PACK)
-        assert ctx.last_call == {}
-        seen = []
-        with torch.no_grad():
-            call(ctx, leaves, PACK)
-        seen.append(dict(ctx.last_call))
-        o, _ = call(ctx, leaves, PACK)
-        seen.append(dict(ctx.last_call))
-        o.sum().backward()
-        seen.append(dict(ctx.last_call))
-        with Watching():
-            call(ctx, leaves, PACK)
-        seen.append(dict(ctx.last_call))
-        _, _, saved = cp_gdn.forward(**leaves, ctx=ctx)
-        cp_gdn.backward(None, None, saved, ctx=ctx)
-        seen.append(dict(ctx.last_call))
-        return seen
+def calls(comm: Comm) -> list[dict[str, Any]]:
+    """`last_call` after calls of all kinds."""
+    ctx = context(comm, Run(world=2, segments=2, exchange="ring", dtype=torch.float32))
+    leaves = local_inputs(ctx, PACK)
+    assert ctx.last_call == {}
+    with torch.no_grad():
+        call(ctx, leaves, PACK)
+    seen = [dict(ctx.last_call)]
+    o, _ = call(ctx, leaves, PACK)
+    seen.append(dict(ctx.last_call))
+    o.sum().backward()
+    seen.append(dict(ctx.last_call))
+    with Watching():
+        call(ctx, leaves, PACK)
+    seen.append(dict(ctx.last_call))
+    _, _, saved = cp_gdn.forward(**leaves, ctx=ctx)
+    cp_gdn.backward(None, None, saved, ctx=ctx)
+    seen.append(dict(ctx.last_call))
+    return seen
 
+
+def test_last_call_says_what_ran_and_why() -> None:
     why = {
         "exchange": "ring",
         "exchange_reason": "asked for",
@@ -250,18 +268,25 @@ def test_last_call_says_what_ran_and_why() -> None:
         "segments_rule": "fixed",
         "segments_note": "",
         "backend": "torch",
-        "backend_reason": "auto: the only one that is there yet",
+        "backend_reason": "auto: dtype torch.float32: the kernels take torch.bfloat16",
         "maps": "saved",
     }
     expected = [
-        ("eager", "forward", "nothing"),
-        ("eager", "forward", "light"),
-        ("eager", "backward", "light"),
-        ("library", "forward", "light"),
-        ("explicit", "backward", "light"),
+        ("eager", "forward", "nothing", recompute.NO_GRADIENT),
+        ("eager", "forward", "light", recompute.NO_CHECKPOINT),
+        ("eager", "backward", "light", recompute.NO_CHECKPOINT),
+        ("library", "forward", "light", recompute.OPERATOR),
+        ("explicit", "backward", "light", recompute.EXPLICIT),
     ]
-    wanted = [{"entry": e, "direction": d, "saved": s, **why} for e, d, s in expected]
+    wanted = [{"entry": e, "direction": d, "saved": s, **why, **decided(reason)} for e, d, s, reason in expected]
+    for each in wanted[:2]:
+        each["states"] = "exchanged"
     assert twin(2, calls) == [wanted, wanted]
+
+
+def decided(reason: str) -> dict[str, str]:
+    """What a call decides that no checkpoint recomputes."""
+    return {"tapes": "rerun", "tapes_reason": reason, "output": "written", "output_reason": reason}
 
 
 def test_last_call_knows_the_grid_and_maps_that_are_not_kept() -> None:

@@ -40,8 +40,10 @@ def test_segments_from_the_environment_are_a_rule_a_number_or_one_per_rank(text:
 
 
 def test_core_options_from_the_environment_are_fields_of_options() -> None:
-    environ = {"CP_GDN_OPTIONS": "save_transfer=0, decay_cutoff=none"}
-    assert resolve({}, environ)[0].options == Options(save_transfer=False, decay_cutoff=None)
+    environ = {"CP_GDN_OPTIONS": "save_transfer=0, decay_cutoff=none, save=full, reuse_recompute_tapes=0"}
+    assert resolve({}, environ)[0].options == Options(
+        save="full", save_transfer=False, reuse_recompute_tapes=False, decay_cutoff=None
+    )
 
 
 REFUSED_OPTIONS = [
@@ -50,7 +52,8 @@ REFUSED_OPTIONS = [
     ({"attention": "flash"}, {}, "attention: got 'flash'"),
     ({"options": "fast"}, {}, "options: got str"),
     ({}, {"CP_GDN_TIMEOUT": "soon"}, "CP_GDN_TIMEOUT: got 'soon'"),
-    ({}, {"CP_GDN_OPTIONS": "save=light"}, "CP_GDN_OPTIONS: got 'save=light'"),
+    ({}, {"CP_GDN_OPTIONS": "save=all"}, r"CP_GDN_OPTIONS: got 'save=all'; Options\(save='all'\): expected one of"),
+    ({}, {"CP_GDN_OPTIONS": "keep=light"}, "CP_GDN_OPTIONS: got 'keep=light'; 'keep=light' is none of save, boundary"),
 ]
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -14,6 +17,7 @@ from cp_gdn.tables import upload
 from tests.plans import Drawn, drawn_plans, plan_rank
 
 EXAMPLES = settings(max_examples=60, deadline=None)
+CPU = torch.device("cpu")
 
 
 def plans(drawn: Drawn) -> list[Plan]:
@@ -131,7 +135,7 @@ def test_a_walk_takes_the_chunks_of_its_segments_in_order_or_in_reverse(drawn: D
 def test_every_token_has_its_place_in_a_chunk_and_every_other_row_is_empty(drawn: Drawn) -> None:
     for rank in range(drawn.part.world_size):
         made = plan_rank(drawn, rank, "ring")
-        schedule = build_schedule(drawn.part, made.plan, made.maps, made.chains)
+        schedule = build_schedule(drawn.part, made.plan, made.chains)
         tokens = made.plan.num_tokens
         assert schedule.rows[schedule.back].tolist() == list(range(tokens))
         assert sorted(schedule.rows.tolist()) == [*range(tokens), *[tokens] * (len(schedule.rows) - tokens)]
@@ -153,11 +157,11 @@ def check_stages(plan: Plan, schedule: Schedule) -> None:
 
 def test_a_document_of_one_segment_needs_no_summary_and_its_middle_only_a_map() -> None:
     whole = Drawn(part=partition([0, 640], 1, "contiguous"), p_vector=(1,), grid=0)
-    assert len(plan_rank(whole, 0, "ring").maps.segments) == 0
+    assert plan_rank(whole, 0, "ring").rows.num_maps == 0
     cut = Drawn(part=partition([0, 640], 1, "contiguous"), p_vector=(3,), grid=0)
     made = plan_rank(cut, 0, "ring")
-    assert made.maps.segments.tolist() == [1]
-    assert [chains.summarized.tolist() for chains in made.chains] == [[0, 1], [1, 2]]
+    assert made.rows.map_of_segment.tolist() == [-1, 0, -1]
+    assert made.rows.offset_of_segment.tolist() == [0, 1, -1, -1, 0, 1]  # forward, then mirrored
 
 
 @pytest.mark.parametrize("grid", [1, 2])
@@ -172,15 +176,25 @@ def test_a_cut_off_the_grid_is_refused_with_document_cut_and_the_align_that_help
         build_plan(partition([0, 50, 690], 4, "contiguous", align=64 * grid), rank, p_vector=(1,) * 4, grid=grid)
 
 
-def test_tables_arrive_whole_in_one_buffer() -> None:
-    tree = (np.arange(5), {"kept": 1}, (np.zeros((2, 3), dtype=np.int64), np.zeros(0, dtype=np.int64)), "text")
-    first, kept, (second, empty), text = upload(tree, torch.device("cpu"))
-    assert (first.tolist(), second.shape, empty.shape, kept, text) == (
-        [0, 1, 2, 3, 4],
-        (2, 3),
-        (0,),
-        {"kept": 1},
-        "text",
-    )
-    assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
-    assert {x.dtype for x in (first, second, empty)} == {torch.int64}
+@dataclass(frozen=True)
+class Branch:
+    table: Any
+    kept: str
+    others: tuple[Any, ...]
+    empty: Any
+
+
+def test_tables_arrive_whole_in_one_buffer_and_the_rest_as_it_was() -> None:
+    square, pair, empty = np.zeros((2, 3), dtype=np.int64), (np.arange(3), np.arange(4)), np.zeros(0, dtype=np.int64)
+    branch = Branch(table=square, kept="text", others=pair, empty=empty)
+    first, (nothing, second) = upload((Branch(np.arange(5), "root", (branch, None), None), (None, branch)), CPU)
+    assert (first.table.tolist(), first.kept, nothing) == ([0, 1, 2, 3, 4], "root", None)
+    assert first.others[0] is second
+    assert first.others[1] is None
+    assert (second.table.shape, second.kept, second.empty.shape) == ((2, 3), "text", (0,))
+    assert [x.tolist() for x in second.others] == [[0, 1, 2], [0, 1, 2, 3]]
+    tensors = (first.table, second.table, *second.others, second.empty)
+    assert len({x.untyped_storage().data_ptr() for x in tensors}) == 1
+    assert {x.dtype for x in tensors} == {torch.int64}
+    assert branch.table is square
+    assert branch.others is pair

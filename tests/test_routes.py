@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,9 @@ from torch import Tensor
 
 from cp_gdn import Comm, twin
 from cp_gdn.a2a.routes import heads_of
+from cp_gdn.calibration import H200_MODEL
 from cp_gdn.comm import Batch, Message
-from cp_gdn.exchange import choose_exchange
+from cp_gdn.exchange import Sizes, choose, choose_exchange
 from cp_gdn.flow import Flow
 from cp_gdn.layout import Partition, partition
 from cp_gdn.tables import upload
@@ -34,12 +35,12 @@ EXAMPLES = settings(max_examples=60, deadline=None)
 
 def borders(made: RankPlan, part: Partition, reverse: bool) -> Iterator[tuple[str, int, int, int, int]]:
     """(direction, peer, step, document, border) of every state that a rank passes on or takes over."""
-    builder = made.builders[reverse]
-    rows = np.arange(len(part.table.doc))[builder.mine]
+    rows = np.arange(len(part.table.doc))[part.rows(made.plan.rank)]
     doc, start = part.table.doc[rows], part.table.offset[rows]
     end = start + part.table.length[rows]
     enters, leaves = (end, start) if reverse else (start, end)
-    slot_of_exit = {int(s): slot for slot, s in enumerate(builder.exit_state) if s >= len(made.plan.segments)}
+    exits = made.rows.exit_state.reshape(2, -1)[int(reverse)]
+    slot_of_exit = {int(s): slot for slot, s in enumerate(exits) if s >= len(made.plan.segments)}
     steps = made.routes.adjoint_steps if reverse else made.routes.forward_steps
     for number, ring_step in enumerate(steps):
         for parcel in ring_step.receives:
@@ -99,11 +100,11 @@ class Zeros:
 def posted_batches(made: RankPlan, reverse: bool) -> list[tuple[list[int], list[int]]]:
     """(send peers, receive peers) of each batch of the ring exchange itself, run on states of one number."""
     posted = Posted()
-    chains = made.chains[reverse]
+    rows = made.rows
     flow = Flow(
-        states=torch.zeros(max(chains.num_states, 1), 1, 1, 1),
-        maps=torch.zeros(max(made.maps.size, 1), 1, 1, 1),
-        offsets=torch.zeros(max(chains.num_offsets, 1), 1, 1, 1),
+        states=torch.zeros(max(rows.num_states[reverse], 1), 1, 1, 1),
+        maps=torch.zeros(max(rows.num_maps, 1), 1, 1, 1),
+        offsets=torch.zeros(max(rows.num_offsets[reverse], 1), 1, 1, 1),
         adjoint=reverse,
         kept=None,
         purpose="STATE",
@@ -263,11 +264,33 @@ def test_auto_takes_the_ring_for_short_chains_and_a2a_for_long_ones() -> None:
     assert "modelled us per direction" in choice(partition([0, 4096], 2, "contiguous")).reason
 
 
-def test_auto_takes_the_ring_in_grid_mode_and_where_ranks_outnumber_heads() -> None:
-    long = partition([0, 4096], 8, "zigzag", align=64)
-    assert choice(long, grid=True).kind == choice(long, heads=7).kind == "ring"
-    assert "grid mode" in choice(long, grid=True).reason
-    assert "8 ranks are more than 7 value heads" in choice(long, heads=7).reason
+def test_auto_takes_the_ring_in_grid_mode() -> None:
+    found = choice(partition([0, 4096], 8, "zigzag", align=64), grid=True)
+    assert (found.kind, found.reason[:9]) == ("ring", "grid mode")
+
+
+def test_auto_counts_what_the_few_owners_receive_where_ranks_outnumber_heads() -> None:
+    """Eight ranks, and states and maps of the same bytes in all: two heads have two owners, each for all fragments."""
+    kinds = {}
+    for documents in (1, 32):
+        part = partition(range_of_documents(documents), 8)
+        for heads in (8, 2):
+            sizes = Sizes(heads=heads, state=1 << 19, square=1 << 19)
+            kinds[documents, heads] = choose("auto", part, sizes, H200_MODEL.times, grid=False).kind
+    assert kinds == {(1, 8): "a2a", (1, 2): "a2a", (32, 8): "a2a", (32, 2): "ring"}
+
+
+def test_auto_takes_the_ring_where_the_summaries_would_fill_the_memory_of_an_owner() -> None:
+    part, free = partition([0, 4096], 64, "zigzag"), replace(H200_MODEL.times, link_mib=0)
+    found = {}
+    for mib in (8, 256):
+        sizes = Sizes(heads=4, state=mib << 20, square=mib << 20)
+        found[mib] = choose("auto", part, sizes, free, grid=False).kind
+    assert found == {8: "a2a", 256: "ring"}
+
+
+def range_of_documents(count: int) -> list[int]:
+    return list(range(0, 4096 * count + 1, 4096))
 
 
 def test_an_exchange_that_is_asked_for_is_taken_and_an_unknown_one_is_refused() -> None:

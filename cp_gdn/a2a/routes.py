@@ -6,15 +6,14 @@ offset rows where it continues (a middle), nothing where it ends. Every fragment
 back. Order everywhere: rank, then slot, so that both ends cut their messages alike.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from cp_gdn.chains import Chains, HopBuilder, Hops, hops_by_step
+from cp_gdn.chains import ZERO_ONE, Chains, Hops, Rows, sorted_hops
 from cp_gdn.fragments import Ints, runs
 from cp_gdn.layout import Partition
-from cp_gdn.plan import Index, chunk_counts, segment_counts
+from cp_gdn.plan import Index, Plan, chunk_counts, segment_counts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,129 +52,133 @@ def heads_of(rank: int, world_size: int, num_value_heads: int) -> slice:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Walk:
-    """All chains that cross ranks, as an owner walks them: fragments chain after chain, [F].
+    """All chains that cross ranks, as an owner walks them: C fragments, chain after chain; row 0 of an array [2, ..] is
+    the forward direction, row 1 the mirror.
 
     Attributes:
-        world_size: W. rank: of each fragment. by_rank: their indices by rank, then slot.
-        ends: by direction whether a fragment is its chain's first, bool. position: by direction how many are before it.
-        shipped: map rows that a fragment ships, 0 at the ends of a chain. first_row: the first of them among all.
-        num_rows: [W] how many each rank ships.
+        is_first: whether a fragment is its chain's first, bool [2, C]. position: how many are before it, [2, C].
+        shipped: map rows that a fragment ships, 0 at the ends of a chain, [C].
+        head, reply: how many first ones and others are before it by rank, then slot, [2, C]. row: map rows, [C].
+        num_heads, num_replies, num_rows: how many each rank has of them, [2, W], [2, W] and [W].
     """
 
-    world_size: int
-    rank: Ints
-    by_rank: Ints
-    ends: tuple[Ints, Ints]
-    position: tuple[Ints, Ints]
+    is_first: Ints
+    position: Ints
     shipped: Ints
-    first_row: Ints
-    num_rows: tuple[int, ...]
-
-    def numbered(self, chosen: Ints) -> Ints:
-        """How many of the chosen (a mask) are before each fragment, by rank, then slot."""
-        return _before(self.by_rank, chosen)
-
-    def per_rank(self, chosen: Ints) -> tuple[int, ...]:
-        return tuple(np.bincount(self.rank[chosen], minlength=self.world_size).tolist())
+    head: Ints
+    reply: Ints
+    row: Ints
+    num_heads: Ints
+    num_replies: Ints
+    num_rows: Ints
 
 
 def _walk(part: Partition, grid: int) -> _Walk:
-    listed = part.cuts.chain_list()
-    keep = (part.cuts.levels > 0)[listed.doc]
-    rank, doc = listed.rank[keep], listed.doc[keep]
-    ordered = keep[listed.by_rank]
-    by_rank = (keep.cumsum() - 1)[listed.by_rank[ordered]]
-    edge = np.ones(len(doc) + 1, dtype=bool)
-    np.not_equal(doc[1:], doc[:-1], out=edge[1:-1])
-    start, end, index = edge[:-1], edge[1:], np.arange(len(doc))
-    chain = start.cumsum() - 1
-    shipped = (~(start | end)).astype(np.int64)  # one composed map, or in grid mode one per segment
+    listed, world = part.cuts.chain_list().of_documents(part.cuts.levels > 0), part.world_size
+    rank, index = listed.rank, np.arange(len(listed.rank))
+    edge = np.ones(len(rank) + 1, dtype=bool)
+    np.not_equal(listed.doc[1:], listed.doc[:-1], out=edge[1:-1])
+    starts = edge.nonzero()[0]  # of the chains, then C
+    chain = edge[:-1].cumsum() - 1
+    is_first = np.array((edge[:-1], edge[1:]))
+    shipped = ~(edge[:-1] | edge[1:]) * 1  # one composed map, or in grid mode one per segment
     if grid:
-        shipped *= segment_counts(chunk_counts(listed.offset[keep], listed.length[keep]), 0, grid)
-    rows = np.bincount(rank, shipped, part.world_size).astype(np.int64)
+        shipped *= segment_counts(chunk_counts(listed.offset, listed.length), 0, grid)
+    ordered = np.array((*is_first, shipped)).take(listed.by_rank, axis=1)
+    place = np.empty_like(index)
+    place[listed.by_rank] = index
+    before = (np.add.accumulate(ordered, axis=1) - ordered).take(place, axis=1)
+    num_heads = np.array([np.bincount(rank[each], minlength=world) for each in is_first])
     return _Walk(
-        world_size=part.world_size,
-        rank=rank,
-        by_rank=by_rank,
-        ends=(start, end),
-        position=(index - start.nonzero()[0][chain], end.nonzero()[0][chain] - index),
+        is_first=is_first,
+        position=np.array((index - starts[chain], starts[chain + 1] - 1 - index)),
         shipped=shipped,
-        first_row=_before(by_rank, shipped),
-        num_rows=tuple(rows.tolist()),
+        head=before[:2],
+        reply=place - before[:2],
+        row=before[2],
+        num_heads=num_heads,
+        num_replies=np.bincount(rank, minlength=world) - num_heads,
+        num_rows=np.bincount(rank, shipped, world).astype(np.int64),
     )
-
-
-def _before(order: Ints, weights: Ints) -> Ints:
-    """Sum of the ``weights`` that are before each in ``order``."""
-    sums = np.empty(len(weights), dtype=np.int64)
-    ordered = weights[order]
-    sums[order] = ordered.cumsum() - ordered
-    return sums
 
 
 def build_owner_routes(
-    part: Partition, builders: Sequence[HopBuilder], chains: Sequence[Chains]
-) -> tuple[OwnerRoutes | None, OwnerRoutes | None]:
+    part: Partition, plan: Plan, chains: Chains
+) -> tuple[OwnerRoutes, OwnerRoutes] | tuple[None, None]:
     """Routes of both directions; None when no chain of the pack crosses ranks."""
     if not part.crosses:
         return None, None
-    walk = _walk(part, builders[0].plan.grid)
-    forward, adjoint = (_routes(walk, b, c) for b, c in zip(builders, chains, strict=True))
+    walk = _walk(part, plan.grid)
+    columns, num_states = _owner_hops(walk, plan.grid)
+    hops, shipped = sorted_hops(columns), _shipped(plan, chains.rows)
+    num_rows = tuple(walk.num_rows.tolist())
+    forward, adjoint = (
+        OwnerRoutes(
+            **shipped[i],
+            num_heads=tuple(walk.num_heads[i].tolist()),
+            num_rows=num_rows,
+            num_replies=tuple(walk.num_replies[i].tolist()),
+            hops=hops[i],
+            num_states=num_states,
+        )
+        for i in (0, 1)
+    )
     return forward, adjoint
 
 
-def _routes(walk: _Walk, builder: HopBuilder, chains: Chains) -> OwnerRoutes:
-    places, first = builder.places, walk.ends[builder.reverse]
-    hops, num_states = _owner_hops(walk, builder)
-    follows = places.before >= 0
-    my_heads, my_asks = (places.crosses & ~follows).nonzero()[0], (places.crosses & follows).nonzero()[0]
-    offset_rows, map_rows = _rows_of_middles(builder, my_asks[places.after[my_asks] >= 0])
-    return OwnerRoutes(
-        head_states=chains.exit_state[my_heads],
-        offset_rows=offset_rows,
-        map_rows=map_rows,
-        replies=builder.segment(my_asks, 0),
-        num_heads=walk.per_rank(first),
-        num_rows=walk.num_rows,
-        num_replies=walk.per_rank(~first),
-        hops=hops,
-        num_states=num_states,
+def _shipped(plan: Plan, rows: Rows) -> tuple[dict[str, Ints], dict[str, Ints]]:
+    """What this rank ships and asks for, as fields of `OwnerRoutes`, forward and mirrored."""
+    places, num_slots = plan.places, len(rows.map_of_slot)
+    asks = rows.remote.reshape(2, num_slots)
+    heads, middles = places.crosses & ~asks, asks & (places.after >= 0)
+    forward, mirror = (
+        {
+            "head_states": rows.exit_state[heads[i].nonzero()[0] + i * num_slots],
+            "replies": rows.first[asks[i].nonzero()[0] + i * num_slots],
+            **_rows_of_middles(plan, rows, middles[i].nonzero()[0], i),
+        }
+        for i in (0, 1)
     )
+    return forward, mirror
 
 
-def _rows_of_middles(builder: HopBuilder, slots: Ints) -> tuple[Ints, Ints]:
+def _rows_of_middles(plan: Plan, rows: Rows, slots: Ints, direction: int) -> dict[str, Ints]:
     """Offset and map rows of this rank's middles, in the order in which a state passes them; maps always in forward
     order."""
-    if not builder.plan.grid:
-        return builder.row_of_slot[slots], builder.maps.of_slot[slots]
-    owner, k = runs(builder.count[slots])
-    owner = slots[owner]
-    passed = builder.segment(owner, k)
-    forward = builder.segments.of_slot[owner] + k
-    return builder.row_of_segment[passed], builder.maps.of_segment[forward]
+    both = slots + direction * len(rows.map_of_slot)
+    if not plan.grid:
+        return {"offset_rows": rows.offset_of_slot[both], "map_rows": rows.map_of_slot[slots]}
+    owner, k = runs(plan.segments.per_slot[slots])
+    passed = rows.first[both[owner]] + (1 - 2 * direction) * k
+    forward = rows.first[slots[owner]] + k
+    offsets = rows.offset_of_segment[passed + direction * len(plan.segments)]
+    return {"offset_rows": offsets, "map_rows": rows.map_of_segment[forward]}
 
 
-def _owner_hops(walk: _Walk, builder: HopBuilder) -> tuple[Hops, int]:
-    """Entry states of all chains, position after position, row by row where a fragment ships several."""
-    first = walk.ends[builder.reverse]
-    head, reply = walk.numbered(first), walk.numbered(~first)
-    asks = (~first).nonzero()[0]
-    source, position = asks + (1 if builder.reverse else -1), walk.position[builder.reverse][asks]
-    starts = first[source]  # the fragment before is a chain start, whose exit state came as a head
-    num_heads = len(first) - len(asks)
-    dst, src, row = reply[asks], reply[source], walk.first_row[source]
-    offset_row = np.where(starts, head[source], num_heads + row)
-    if not builder.plan.grid:
-        return hops_by_step(position, starts, dst, src, offset_row, row), len(asks)
+def _owner_hops(walk: _Walk, grid: int) -> tuple[Ints, int]:
+    """Entry states of all chains, position after position, row by row where a fragment ships several: columns for
+    `sorted_hops`, the direction as their kind; and how many states there are."""
+    size, later = len(walk.row), (~walk.is_first[0]).nonzero()[0]
+    num_asks, num_heads = len(later), size - len(later)
+    # A fragment asks for what comes of the one before it: in the mirror the two change places.
+    asks, source = np.concatenate((later, later - 1)), np.concatenate((later - 1, later))
+    mirror = ZERO_ONE.repeat(num_asks)
+    of_ask, of_source = asks + size * mirror, source + size * mirror
+    position, dst = (x.reshape(-1)[of_ask] for x in (walk.position, walk.reply))
+    is_first, head, src = (x.reshape(-1)[of_source] for x in (walk.is_first, walk.head, walk.reply))
+    row = walk.row[source]
+    offset_row = np.where(is_first, head, num_heads + row)  # a first one's exit state came as a head
+    if not grid:
+        return np.array((mirror, position, ~is_first, dst, src, offset_row, row)), num_asks
     passed = np.maximum(walk.shipped[source], 1)
-    passing = len(asks) + (passed > 1).cumsum() - 1  # scratch between the rows of one fragment
+    passing = num_asks - 1 + (passed > 1).cumsum()  # scratch between the rows of one fragment
+    passing -= mirror * (passed[:num_asks] > 1).sum()
     ask, k = runs(passed)
-    hops = hops_by_step(
-        position[ask] * (int(passed.max()) + 1) + k,
-        starts[ask],
-        np.where(k + 1 == passed[ask], dst[ask], passing[ask]),
-        np.where(k > 0, passing[ask], src[ask]),
-        offset_row[ask] + k,
-        row[ask] + (passed[ask] - 1 - k if builder.reverse else k),
+    mirror, position, is_first, dst, src, offset_row, row, passed, passing = (
+        x[ask] for x in (mirror, position, is_first, dst, src, offset_row, row, passed, passing)
     )
-    return hops, len(asks) + int(np.count_nonzero(passed > 1))
+    step = position * (int(passed.max()) + 1) + k
+    dst, src = np.where(k + 1 == passed, dst, passing), np.where(k > 0, passing, src)
+    row = row + np.where(mirror > 0, passed - 1 - k, k)
+    columns = np.array((mirror, step, ~is_first, dst, src, offset_row + k, row))
+    return columns, num_asks + int(np.count_nonzero(walk.shipped > 1))

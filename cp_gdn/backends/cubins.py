@@ -2,17 +2,41 @@
 result."""
 
 import fcntl
+import functools
 import hashlib
 import importlib.util
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ARCH = "sm_90a"
 FLAGS = ("-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a", "-cubin")
-HEADERS = ("ptx.cuh",)
+GROUPS = (1, 2, 3, 4, 8)
+"""Value heads per query/key head that the kernels are made for."""
+
+Variant = tuple[str, Mapping[str, int]]
+
+VARIANTS: tuple[Variant, ...] = (
+    *((name, {"GROUP": group, "L2NORM": norm}) for name in ("prepare", "grad") for group in GROUPS for norm in (0, 1)),
+    ("walk", {"EMIT_O": 1, "EMIT_S": 0, "HAS_V": 1}),
+    ("walk", {"EMIT_O": 0, "EMIT_S": 1, "HAS_V": 1}),
+    ("walk", {"EMIT_O": 0, "EMIT_S": 0, "HAS_V": 1}),
+    ("walk", {"EMIT_O": 0, "EMIT_S": 0, "HAS_V": 0}),
+    ("adjoint", {"EMIT": 0}),
+    ("adjoint", {"EMIT": 1}),
+    ("fold", {"TRANSPOSED": 0}),
+    ("fold", {"TRANSPOSED": 1}),
+    ("limits", {}),
+)
+"""Every kernel that some context may load."""
+
+
+def variants_of(group: int) -> list[Variant]:
+    """What a context of ``group`` value heads per query/key head may load."""
+    return [variant for variant in VARIANTS if variant[1].get("GROUP", group) == group]
 
 
 class NoCompiler(RuntimeError):
@@ -23,9 +47,14 @@ def source_folder() -> Path:
     """The folder of the kernel sources: package data of an installed wheel, the repository's own in a checkout."""
     package = Path(__file__).resolve().parents[1]
     for folder in (package / "kernels", package.parent / "kernels"):
-        if (folder / HEADERS[0]).is_file():
+        if (folder / "ptx.cuh").is_file():
             return folder
     raise FileNotFoundError(f"kernel sources: not in {package / 'kernels'} nor in {package.parent / 'kernels'}")
+
+
+def prebuilt_folder() -> Path:
+    """Where a wheel built with ``CP_GDN_PREBUILD=1`` has its cubins."""
+    return Path(__file__).resolve().parents[1] / "cubins"
 
 
 def default_cache() -> Path:
@@ -45,36 +74,68 @@ def find_nvcc() -> Path:
     raise NoCompiler("nvcc: not on the PATH and not in the package nvidia-cuda-nvcc; pip install 'cp_gdn[cuda]'")
 
 
+@functools.cache
+def compiler_version(nvcc: Path) -> str:
+    """What the compiler says of itself."""
+    return subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+
+
+def source_key(name: str, defines: Mapping[str, int]) -> str:
+    """Hash of the sources, the defines and the flags."""
+    digest = hashlib.sha256(repr((name, sorted(defines.items()), FLAGS)).encode())
+    for file in (source_folder() / f"{name}.cu", *sorted(source_folder().glob("*.cuh"))):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
 def key_of(name: str, defines: Mapping[str, int], compiler: str) -> str:
-    """Hash of the sources, the defines, the flags and the compiler's version text."""
-    digest = hashlib.sha256(compiler.encode())
-    for file in (f"{name}.cu", *HEADERS):
-        digest.update((source_folder() / file).read_bytes())
-    digest.update(repr((sorted(defines.items()), FLAGS)).encode())
-    return digest.hexdigest()[:24]
+    """`source_key` and a hash of the compiler's version text."""
+    return f"{source_key(name, defines)}-{hashlib.sha256(compiler.encode()).hexdigest()[:8]}"
+
+
+def _found(folder: Path, name: str, defines: Mapping[str, int]) -> Path | None:
+    """The cubin of these sources in a folder, whatever compiler made it."""
+    return next(iter(sorted(folder.glob(f"{name}-{source_key(name, defines)}-*.cubin"))), None)
 
 
 def cubin(name: str, defines: Mapping[str, int], cache: Path | None = None) -> Path:
-    """Path of the cubin of ``kernels/<name>.cu`` with ``defines``; compiles it unless the cache has it.
+    """Path of the cubin of ``kernels/<name>.cu`` with ``defines``: from the wheel, from the cache, or compiled into it.
 
-    Processes that ask for the same cubin at once compile it once: the others wait for the lock of its name.
+    Processes that ask for the same cubin at once compile it once: the others wait for the lock of its name. Without a
+    compiler a cubin of another compiler serves.
 
     Raises:
         NoCompiler: nothing cached and no compiler.
         RuntimeError: the compiler failed; its output is in the message.
     """
-    nvcc = find_nvcc()
-    version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
     folder = default_cache() if cache is None else cache
+    ready = _found(prebuilt_folder(), name, defines)
+    if ready is not None and cache is None:
+        return ready
+    try:
+        nvcc = find_nvcc()
+    except NoCompiler:
+        kept = _found(folder, name, defines)
+        if kept is None:
+            raise
+        return kept
+    target = folder / f"{name}-{key_of(name, defines, compiler_version(nvcc))}.cubin"
+    if target.is_file():
+        return target
     folder.mkdir(parents=True, exist_ok=True)
-    target = folder / f"{name}-{key_of(name, defines, version)}.cubin"
     with (folder / f"{target.stem}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.is_file():
-            log = compile_to(target.with_suffix(f".{os.getpid()}"), name, defines, nvcc)
-            target.with_suffix(".log").write_text(log)
-            target.with_suffix(f".{os.getpid()}").rename(target)
+            own = folder / f"{target.stem}.{os.getpid()}"
+            (folder / f"{target.stem}.log").write_text(compile_to(own, name, defines, nvcc))
+            own.rename(target)
     return target
+
+
+def cubins(variants: Iterable[Variant], cache: Path | None = None) -> list[Path]:
+    """`cubin` of each, compiled side by side."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(lambda variant: cubin(variant[0], variant[1], cache), variants))
 
 
 def compile_to(target: Path, name: str, defines: Mapping[str, int], nvcc: Path) -> str:

@@ -1,169 +1,231 @@
-"""Host side of the Hopper kernels: what each takes, as a named struct, and its launch. One function per file in
-kernels/.
+"""The Hopper backend of a context: the forward of the op on the kernels of ``kernels/``.
 
-State of the work: `prepare` and `walk` (o; B; M) are here and tested on the GPU. They become a backend of the op when
-    the
-fold and the backward kernels are there; until then contexts run the torch backend.
+prepare -> limits -> walk for B, for M -> fold -> exchange -> fold -> walk for o
+States, offsets, maps and final states are read and written where they lie, by row.
 """
 
-import ctypes
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from cp_gdn.backends.cubins import cubin
-from cp_gdn.plan import CHUNK
+from cp_gdn import affine
+from cp_gdn.backends.cubins import cubins, variants_of
+from cp_gdn.backends.hopper_fold import limits, load_fold, load_limits
+from cp_gdn.backends.hopper_prepare import PrepareKernel, load_prepare, prepare
+from cp_gdn.backends.hopper_tables import WALKS, KernelTables, items_of_heads, rows_index
+from cp_gdn.backends.hopper_walk import Ends, WalkInputs, load_walk, walk_rows
+from cp_gdn.backends.launch import Kernel, map_ready, on_device
+from cp_gdn.backends.torch_chunked import Inputs
+from cp_gdn.comm import Comm
+from cp_gdn.flow import Carried, Exchange, Flow
 
-HEAD_DIM = 128
-GROUPS = (1, 2, 3, 4, 8)
-WALK_THREADS = 384
-TILE, SQUARE = CHUNK * HEAD_DIM * 2, CHUNK * CHUNK * 2
-WALK_SMEM = 3 * (3 * TILE + 2 * SQUARE) + TILE + 4 * (3 * CHUNK * 4 + 16) + 2 * CHUNK * 4 + 128 + 1024
-"""Tiles of three stages, two output halves, scalars of four stages, two gate scans, barriers, and slack to align to
-1024."""
-
-
-def prepare_smem(group: int) -> int:
-    """K K^T, beta, and the larger of (q, k) and the N of each head."""
-    return CHUNK * 68 * 4 + group * CHUNK * 4 + max(2 * CHUNK * 136 * 2, group * CHUNK * 68 * 4)
-
-
-def _check(result: tuple[Any, ...]) -> Any:
-    """The value of a driver call, or its error."""
-    from cuda.bindings import driver
-
-    error, *value = result
-    if error != driver.CUresult.CUDA_SUCCESS:
-        raise RuntimeError(f"CUDA driver: {error}")
-    return value[0] if value else None
+SUMMARY, TRANSFER, INDEPENDENT, DEPENDENT = range(len(WALKS))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Kernel:
-    """A loaded kernel: the driver's handle, threads per block, bytes of shared memory."""
+class Kernels:
+    """Loaded kernels of one device and group size: ``prepare`` for q and k as they are and for raw ones, ``walks`` that
+    emit B, M and o."""
 
-    handle: Any
-    threads: int
-    smem: int
-
-    def launch(self, grid: Sequence[int], params: bytes) -> None:
-        """Launch on torch's current stream; ``params`` is the kernel's one struct, copied by the driver."""
-        from cuda.bindings import driver
-
-        buffer = ctypes.create_string_buffer(params, len(params))
-        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(buffer))
-        stream = torch.cuda.current_stream().cuda_stream
-        shape = (*grid, 1, 1, 1)[:3]
-        _check(
-            driver.cuLaunchKernel(
-                self.handle, *shape, self.threads, 1, 1, self.smem, stream, ctypes.addressof(pointers), 0
-            )
-        )
+    prepare: tuple[PrepareKernel, PrepareKernel]
+    limits: Kernel
+    walks: tuple[Kernel, Kernel, Kernel]
 
 
-def load(name: str, defines: dict[str, int], threads: int, smem: int) -> Kernel:
-    """Compile (or take from the cache) and load ``kernels/<name>.cu`` in torch's current CUDA context."""
-    from cuda.bindings import driver
-
-    torch.cuda.current_stream()  # makes sure that there is a context
-    module = _check(driver.cuModuleLoad(str(cubin(name, defines)).encode()))
-    handle = _check(driver.cuModuleGetFunction(module, name.encode()))
-    limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    _check(driver.cuFuncSetAttribute(handle, limit, smem))
-    return Kernel(handle=handle, threads=threads, smem=smem)
-
-
-def load_prepare(group: int) -> Kernel:
-    """`prepare` for ``group`` value heads per q/k head."""
-    return load("prepare", {"GROUP": group}, 64 * group, prepare_smem(group))
-
-
-def load_walk(*, emit_o: bool, has_v: bool) -> Kernel:
-    """`walk` emitting o, or summarizing: with v the end states are B, from the identity and without v they are M."""
-    return load("walk", {"EMIT_O": int(emit_o), "HAS_V": int(has_v)}, WALK_THREADS, WALK_SMEM)
-
-
-def tensor_map(x: Tensor) -> bytes:
-    """The 128 bytes of a TMA map over x [T, heads, 128] bf16: boxes of 64 channels, 1 head, 64 tokens; strided views
-    pass."""
-    from cuda.bindings import driver
-
-    tokens, heads, dim = x.shape
-    as_int64, as_int32 = driver.cuuint64_t, driver.cuuint32_t
-    made = _check(
-        driver.cuTensorMapEncodeTiled(
-            driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-            3,
-            x.data_ptr(),
-            [as_int64(n) for n in (dim, heads, tokens)],
-            [as_int64(2 * n) for n in (x.stride(1), x.stride(0))],
-            [as_int32(n) for n in (64, 1, CHUNK)],
-            [as_int32(1)] * 3,
-            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-        )
-    )
-    return ctypes.string_at(int(made.getPtr()), 128)
+def load_kernels(index: int, group: int) -> Kernels:
+    """Compile what the cache does not have, side by side, and load it on device ``index``."""
+    cubins(variants_of(group))
+    with on_device(index):
+        load_fold(adjoint=False), load_fold(adjoint=True)
+        walks = (load_walk(), load_walk(has_v=False), load_walk(emit_o=True))
+        prepares = (load_prepare(group), load_prepare(group, l2norm=True))
+        return Kernels(prepare=prepares, limits=load_limits(), walks=walks)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Prepared:
-    """What `prepare` leaves: N [HV, T, 64] and Q K^T [H, T, 64] in fp16, each chunk as a swizzled image."""
+class Entered:
+    """A forward whose exchange has begun: ``states`` are complete once ``exchange`` has been waited for (at once if
+    None)."""
 
-    n: Tensor
-    qk: Tensor
-
-
-def prepare(kernel: Kernel, q: Tensor, k: Tensor, beta: Tensor, chunks: Tensor) -> Prepared:
-    """q, k [T, H, 128] bf16 (head rows dense), beta [T, HV] fp32, chunks [N, 2] int32 (first row, count)."""
-    tokens, heads, value_heads = q.shape[0], q.shape[1], beta.shape[1]
-    n = torch.empty(value_heads, tokens, CHUNK, dtype=torch.float16, device=q.device)
-    qk = torch.empty(heads, tokens, CHUNK, dtype=torch.float16, device=q.device)
-    pointers = [t.data_ptr() for t in (q, k, beta, n, qk, chunks)]
-    strides = (q.stride(0), q.stride(1), k.stride(0), k.stride(1))
-    if len(chunks):
-        kernel.launch((len(chunks), heads), struct.pack("<6Q4q2i", *pointers, *strides, tokens, value_heads))
-    return Prepared(n=n, qk=qk)
+    states: Tensor
+    maps: Tensor | None
+    offsets: Tensor | None
+    exchange: Exchange | None
+    dropped: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WalkInputs:
-    """One call's tensors: q, k [T, H, 128] and v [T, HV, 128] bf16, g and beta [T, HV] fp32, and what `prepare`
-    made."""
+class Chunked:
+    """One call's tensors as the walks read them, and what the decay bound leaves out (`limits`), None without a cutoff.
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    g: Tensor
-    beta: Tensor
-    prepared: Prepared
-    scale: float
-
-
-def walk(
-    kernel: Kernel, x: WalkInputs, chunks: Tensor, items: Tensor, start: Tensor | None, o: Tensor | None
-) -> Tensor:
-    """Walk every item; returns the end states [segments, HV, 128, 128] fp32 and fills ``o`` [T, HV, 128] if it is
-    given.
-
-    Args:
-        items: [n, 4] int32: first chunk, chunks, value head, segment; the longest first. start: entry states or None
-            (zero).
+    Attributes:
+        limits: three of [n, HV] int32: of summaries, adjoint summaries and maps.
+        dropped: [maps, HV] int32, which maps are zero; composed ones once they are there.
     """
-    value_heads, group = x.v.shape[1], x.v.shape[1] // x.q.shape[1]
-    segments = len(items) // value_heads
-    end = torch.empty(segments, value_heads, HEAD_DIM, HEAD_DIM, dtype=torch.float32, device=x.v.device)
-    maps = b"".join(tensor_map(t) for t in (x.k, x.q, x.v, x.v if o is None else o))
-    tensors = (x.prepared.n, x.prepared.qk, x.g, x.beta, chunks, items, start, end, o)
-    pointers = [0 if t is None else t.data_ptr() for t in tensors]
-    tail = struct.pack("<9Qf3i", *pointers, x.scale, x.v.shape[0], value_heads, group)
-    params = maps + tail
-    if len(items):
-        kernel.launch((len(items),), params + bytes(-len(params) % 64))
-    return end
+
+    inputs: WalkInputs
+    limits: Sequence[Tensor] | None
+    dropped: Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ran:
+    """What a forward gives: o [T, HV, 128], final states [exit_docs, HV, 128, 128] (no rows if not asked for), and what
+    a backward may want."""
+
+    o: Tensor
+    final: Tensor
+    chunked: Chunked
+    entered: Entered
+
+
+@dataclass(frozen=True, kw_only=True)
+class HopperBackend:
+    """Stages of the forward of one context.
+
+    Attributes:
+        items: of each walk, [segments * HV, 4] int32. rows: see `rows_index`. chunks: [N, 2] int32, of the tables.
+        alone: every segment is a whole document, so that nothing is summarized, folded or sent.
+    """
+
+    tables: KernelTables
+    items: Sequence[Tensor]
+    rows: Sequence[Tensor]
+    chunks: Tensor
+    alone: bool
+    kernels: Kernels
+    cutoff: float | None
+    device: int
+    value_heads: int
+
+    @classmethod
+    def of(cls, tables: KernelTables, heads: tuple[int, int], cutoff: float | None) -> "HopperBackend":
+        """The backend of uploaded ``tables``; the kernels are loaded already."""
+        index = tables.items.device.index
+        return cls(
+            tables=tables,
+            items=items_of_heads(tables.items, tables.counts, heads[1]),
+            rows=tables.rows.unbind(),
+            chunks=tables.chunks.view(torch.int32).view(-1, 2),
+            alone=not any(tables.counts[:INDEPENDENT]) and tables.routes.kind == "none",
+            kernels=load_kernels(index, heads[1] // heads[0]),
+            cutoff=cutoff,
+            device=index,
+            value_heads=heads[1],
+        )
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        return (self.value_heads, 128, 128)
+
+    def new_states(self, rows: int) -> Tensor:
+        """Room for states or maps."""
+        return torch.empty((rows, *self.state_shape), dtype=torch.float32, device=self.tables.items.device)
+
+    # ---- stages ------------------------------------------------------------------------------------------------------
+
+    def prepare(self, x: Inputs) -> Chunked:
+        """Everything about a chunk that does not depend on a state."""
+        q, k, v = map_ready(x.q), map_ready(x.k), map_ready(x.v)
+        g, beta, tables = x.g.float().contiguous(), x.beta.float().contiguous(), self.tables
+        prepared = prepare(self.kernels.prepare[x.l2norm], q, k, beta, g, self.chunks)
+        found = dropped = None
+        if self.cutoff is not None and not self.alone:
+            rows = (*(tables.num_segments,) * 3, tables.num_maps)
+            flags = torch.empty((sum(rows), self.value_heads), dtype=torch.int32, device=q.device)
+            *found, dropped = flags.split_with_sizes(rows)
+            limits(self.kernels.limits, prepared.bound, tables.segments, (*found, dropped), self.cutoff)
+        inputs = WalkInputs(q=q, k=k, v=v, g=g, beta=beta, prepared=prepared, scale=x.scale)
+        return Chunked(inputs=inputs, limits=found, dropped=dropped)
+
+    def maps(self, x: Chunked) -> Tensor:
+        """Maps of all segments that need one, then the composed ones."""
+        maps = self.new_states(self.tables.num_maps)
+        skipped = None if x.limits is None else x.limits[2]
+        self._walk(TRANSFER, x, Ends(rows=self._rows(TRANSFER), start=None, end=maps, limits=skipped))
+        affine.run(self.tables.compose_maps, maps, maps, None, dropped=x.dropped)
+        return maps
+
+    def enter(self, comm: Comm, x: Chunked, initial: Tensor | None, purpose: str) -> Entered:
+        """Summarize, fold what needs no message, and begin the exchange."""
+        tables, side, has_initial = self.tables, self.tables.side, initial is not None
+        states = self.new_states(tables.num_rows[has_initial])
+        if initial is not None:
+            states[side.start_state] = initial[side.start_row]
+        if self.alone:
+            return Entered(states=states, maps=self.new_states(0), offsets=None, exchange=None)
+        maps = self.maps(x)
+        offsets = self.new_states(side.num_offsets)
+        skipped = None if x.limits is None else x.limits[0]
+        rows = self._rows(SUMMARY, initial=has_initial)
+        self._walk(SUMMARY, x, Ends(rows=rows, start=states, end=offsets, limits=skipped))
+        affine.run(side.compose, offsets, maps, offsets, dropped=x.dropped)
+        affine.run(side.local, states, maps, offsets, dropped=x.dropped)
+        if tables.routes.kind == "none":
+            affine.run(side.inner_independent, states, maps, offsets, dropped=x.dropped)
+            return Entered(states=states, maps=maps, offsets=offsets, exchange=None)
+        flow = Flow(states=states, maps=maps, offsets=offsets, adjoint=False, kept=None, purpose=purpose)
+        exchange = tables.routes.exchange(comm, flow)
+        exchange.start()
+        affine.run(side.inner_independent, states, maps, offsets, dropped=x.dropped)
+        return Entered(states=states, maps=maps, offsets=offsets, exchange=exchange, dropped=x.dropped)
+
+    def settle(self, entered: Entered) -> None:
+        """Take the messages, and fold inside the fragments that waited for them."""
+        if entered.exchange is None:
+            return
+        assert entered.maps is not None
+        entered.exchange.wait()
+        hops = self.tables.side.inner_dependent
+        affine.run(hops, entered.states, entered.maps, entered.offsets, dropped=entered.dropped)
+
+    def replay(self, x: Chunked, entered: Entered, o: Tensor, final: Tensor | None, *, initial: bool) -> None:
+        """O of every token into ``o`` [T, HV, 128], end states of documents into ``final``."""
+        for part in (INDEPENDENT, DEPENDENT):
+            if part == DEPENDENT:
+                self.settle(entered)
+            if not self.tables.counts[part]:
+                continue
+            rows = self._rows(part, initial=initial, final=final is not None)
+            self._walk(part, x, Ends(rows=rows, start=entered.states, end=final), o)
+
+    def forward(
+        self, comm: Comm, x: Inputs, initial: Tensor | None, carried: Carried | None, *, output: bool, final: bool
+    ) -> "Ran":
+        """A whole forward.
+
+        Args:
+            carried: what the original forward of a recompute brought: no message is sent.
+            output: write o and the final states; without it they are left undefined. final: give final states.
+        """
+        tables, shape = self.tables, x.v.shape
+        chunked = self.prepare(x)
+        if carried is None:
+            entered = self.enter(comm, chunked, initial, "STATE")
+        else:
+            entered = Entered(states=carried.states, maps=None, offsets=None, exchange=None)
+        o = torch.empty(shape, dtype=x.v.dtype, device=x.v.device)
+        ends = self.new_states(tables.num_exits if final else 0)
+        if output:
+            self.replay(chunked, entered, o, ends if final else None, initial=initial is not None)
+        else:
+            self.settle(entered)
+        if final and tables.empty_exit.numel():
+            ends[tables.empty_exit] = 0.0 if initial is None else initial[tables.empty_entry]
+        return Ran(o=o, final=ends, chunked=chunked, entered=entered)
+
+    def entry_states(self, saved: Tensor) -> Tensor:
+        """[n, HV, K, V], the entry state of every segment, of a state buffer of `enter`."""
+        row, states = self.tables.row_of_segment, self.new_states(self.tables.num_segments).zero_()
+        if not len(saved):
+            return states
+        return torch.where((row < len(saved))[:, None, None, None], saved[row.clamp(max=len(saved) - 1)], states)
+
+    def _rows(self, walk: int, *, initial: bool = False, final: bool = True) -> Tensor:
+        return self.rows[rows_index(walk, initial=initial, final=final)]
+
+    def _walk(self, which: int, x: Chunked, ends: Ends, o: Tensor | None = None) -> None:
+        kernel = self.kernels.walks[min(which, INDEPENDENT)]
+        walk_rows(kernel, x.inputs, (self.chunks, self.items[which]), ends, o)

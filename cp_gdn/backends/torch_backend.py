@@ -1,17 +1,20 @@
 """The stage protocol on torch: what the op asks of a backend, in the op's terms (chunk buffers in token order, walks,
 states)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from cp_gdn.backends import torch_adjoint as adjoint_stages
 from cp_gdn.backends import torch_chunked as stages
+from cp_gdn.backends import torch_kept as kept
 from cp_gdn.backends.torch_adjoint import Adjoints, AdjointTape, Gradients
 from cp_gdn.backends.torch_chunked import Inputs, States, Tape
-from cp_gdn.plan import SegmentSet
+from cp_gdn.backends.torch_kept import Shapes
+from cp_gdn.plan import CHUNK, SegmentSet
 from cp_gdn.schedule import Replay, Schedule
+from cp_gdn.workspace import Wanted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,19 +33,55 @@ class TorchBackend:
     def transfer(self, tape: Tape) -> Tensor:
         return stages.transfer(tape, self.schedule.transfer, self.cutoff)
 
-    def replay(self, tape: Tape, x: Inputs, replay: Replay, start: Tensor, out: Tensor) -> Tensor:
-        """O of a replay's chunks into ``out`` [N, HV, C, V]; returns the end states."""
+    def buffers(self, phase: str, state: tuple[int, int, int], *, kept: bool) -> list[Wanted]:
+        """What the op holds for this backend in a phase: name, shape (all in the dtype of states), lifetime.
+
+        Args:
+            state: [HV, K, V] as stored. kept: whether the states of every chunk come from a tape.
+        """
+        chunks, (value_heads, _, value_dim) = len(self.schedule.tokens.chunk_count), state
+        states, rows = (chunks, *state), (chunks, value_heads, CHUNK, value_dim)
+        if phase == "forward":
+            return [("out", rows, ("replay", "replay"))]
+        walked = ("adjoint replay", "gradients")
+        found: list[Wanted] = [("after", states, walked), ("values", rows, walked)]
+        if not kept:
+            found += [("before", states, ("prepare", "gradients")), ("residual", rows, ("prepare", "gradients"))]
+        return found
+
+    def replay(
+        self, tape: Tape, x: Inputs, replay: Replay, start: Tensor, out: Tensor | None, into: States | None = None
+    ) -> Tensor:
+        """O of a replay's chunks into ``out`` [N, HV, C, V], their states ``into``; returns the end states."""
+        chunks = replay.walk.chunks
         states, end = stages.replay(tape, replay.walk, start)
-        out[replay.walk.chunks] = stages.outputs(tape, replay.walk, states, x.scale)
+        if into is not None:
+            into.before[chunks], into.residual[chunks] = states.before, states.residual
+        if out is not None:
+            out[chunks] = stages.outputs(tape, replay.walk, states, x.scale)
         return end
 
-    def states(self, tape: Tape, start: Tensor) -> States:
-        """States of every chunk, in token order, run again from the entry states of all segments."""
-        walk = self.schedule.everything
-        states, _ = stages.replay(tape, walk, start[walk.segments])
-        before, residual = torch.empty_like(states.before), torch.empty_like(states.residual)
-        before[walk.chunks], residual[walk.chunks] = states.before, states.residual
-        return States(before=before, residual=residual)
+    def states(self, tape: Tape, x: Inputs, start: Tensor, into: States) -> None:
+        """States of every chunk, in token order, run again from the entry states of all segments: the very walks of the
+        forward, for a library may pick its algorithm by how many segments walk together."""
+        for part in (self.schedule.forward.independent, self.schedule.forward.dependent):
+            self.replay(tape, x, part, start[part.walk.segments], None, into)
+
+    def new_states(self, tape: Tape) -> States:
+        """Memory for the states of every chunk, to be kept with the tape."""
+        shape = (*tape.u.shape[:2], tape.k.shape[-1], tape.u.shape[-1])
+        return States(before=tape.u.new_empty(shape), residual=tape.u.new_empty(tape.u.shape))
+
+    def kept_shapes(self, heads: int, state: tuple[int, int, int], *, l2norm: bool) -> Shapes:
+        """Shapes of the tensors of `kept_tensors`, by name."""
+        chunks = len(self.schedule.tokens.chunk_count)
+        return kept.kept_shapes(chunks, heads, state, l2norm=l2norm, bound=self.cutoff is not None)
+
+    def kept_tensors(self, tape: Tape, states: States) -> list[Tensor]:
+        return kept.kept_tensors(tape, states)
+
+    def from_kept(self, tensors: Sequence[Tensor], x: Inputs) -> tuple[Tape, States]:
+        return kept.from_kept(tensors, x, self.schedule.rows, bound=self.cutoff is not None)
 
     def outputs(self, out: Tensor, x: Inputs) -> Tensor:
         """[N, HV, C, V] back to [T, HV, V] in the inputs' dtype."""

@@ -102,17 +102,22 @@ def _segments(text: str) -> Any:
     return [int(number) for number in numbers] if len(numbers) > 1 else int(text)
 
 
+_OPTION_NAMES = tuple(f.name for f in fields(Options))
+
+
 def _options(text: str) -> Options:
-    """`save_transfer=0,decay_cutoff=none`: fields of `cp_gdn.Options`."""
+    """`save_transfer=0,decay_cutoff=none`: fields of `cp_gdn.Options`, 0 or 1 for flags."""
     given: dict[str, Any] = {}
     for pair in text.split(","):
         name, _, value = pair.strip().partition("=")
         if name == "decay_cutoff":
             given[name] = {"none": None, "default": "default"}[value] if value in ("none", "default") else float(value)
-        elif name == "save_transfer" and value in ("0", "1"):
-            given[name] = value == "1"
+        elif name in _OPTION_NAMES:
+            given[name] = {"0": False, "1": True}.get(value, value)
         else:
-            raise ValueError(f"{pair.strip()!r} is neither save_transfer=0|1 nor decay_cutoff=none|default|NUMBER")
+            raise ValueError(
+                f"{pair.strip()!r} is none of {', '.join(_OPTION_NAMES)}, each =VALUE, with 0 or 1 for flags"
+            )
     return Options(**given)
 
 

@@ -15,6 +15,7 @@ from cp_gdn.context import Context
 from cp_gdn.conv import causal_conv1d
 from cp_gdn.entries import chunk_gated_delta_rule
 from cp_gdn.gates import sigmoid, softplus
+from cp_gdn.handles import handle_here
 from cp_gdn.integrations.families import Family, Projections, conv_parameters, layer_shape, whole
 from cp_gdn.integrations.seat import Pack, Seat
 from cp_gdn.packing import packed_qkv_views
@@ -65,10 +66,11 @@ def _mix(layer: Any, family: Family, seat: Seat, pack: Pack, x: Projections) -> 
     """From the projections to the output [B, S, hidden]."""
     ctx = seat.context_for(pack, layer_shape(layer, family, x.qkv.dtype))
     weight, bias = conv_parameters(layer, family)
-    qkv = causal_conv1d(_packed(x.qkv), weight, bias, ctx=ctx, activation="silu")
+    handle = handle_here(ctx)
+    qkv = causal_conv1d(_packed(x.qkv), weight, bias, ctx=ctx, activation="silu", recompute=handle)
     q, k, v = packed_qkv_views(qkv, ctx.heads, ctx.head_dims)
     g, beta = _gates(layer, x, ctx)
-    o, _ = chunk_gated_delta_rule(q, k, v, g, beta, ctx=ctx, use_qk_l2norm_in_kernel=True)
+    o, _ = chunk_gated_delta_rule(q, k, v, g, beta, ctx=ctx, use_qk_l2norm_in_kernel=True, recompute=handle)
     heads = o.flatten(0, 2)
     norm = getattr(layer, family.norm)
     normed = norm(heads) if x.z is None else norm(heads, x.z.reshape(heads.shape))

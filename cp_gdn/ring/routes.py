@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass
 
-from cp_gdn.chains import NO_HOPS, Chains, HopBuilder, Hops, groups
-from cp_gdn.fragments import Ints
-from cp_gdn.plan import Index
+import numpy as np
+
+from cp_gdn.chains import NO_HOPS, Chains, Hops, Rows, groups
+from cp_gdn.layout import Partition
+from cp_gdn.plan import Index, Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,32 +35,45 @@ class RingStep:
 IDLE = RingStep(receives=(), hops=NO_HOPS, sends=())
 
 
-def build_steps(builder: HopBuilder, chains: Chains) -> tuple[RingStep, ...]:
-    """One step per level from 0 to the last in which this rank takes part: level t follows t hops between ranks."""
-    places, rank = builder.places, builder.plan.rank
-    slots = places.crosses.nonzero()[0]
-    before, after = places.before[slots], places.after[slots]
-    enters = slots[(before >= 0) & (before != rank)]
-    leaves = slots[(after >= 0) & (after != rank)]
-    receives = _parcels(builder, places.before[enters], enters, builder.segment(enters, 0))
-    sends = _parcels(builder, places.after[leaves], leaves, chains.exit_state[leaves])
-    # chain starts were stepped before the exchange began
-    hops = builder.exits_by_level(slots[(before >= 0) & (after >= 0)])
-    steps = [IDLE] * (max((*receives, *sends, *hops), default=-1) + 1)
-    for t in {*receives, *sends, *hops}:
+def build_steps(part: Partition, plan: Plan, chains: Chains) -> tuple[tuple[RingStep, ...], tuple[RingStep, ...]]:
+    """Forward and mirrored, one step per level from 0 to the last in which this rank takes part: level t follows t hops
+    between ranks."""
+    parcels = _parcels(part, plan, chains.rows)
+    forward, mirror = (_steps(parcels[i], parcels[2 + i], chains.levels(i > 0)) for i in (0, 1))
+    return forward, mirror
+
+
+Parcels = dict[int, tuple[Parcel, ...]]
+"""Parcels by level."""
+
+
+def _steps(receives: Parcels, sends: Parcels, hops: dict[int, Hops]) -> tuple[RingStep, ...]:
+    levels = {*receives, *sends, *hops}
+    steps = [IDLE] * (max(levels, default=-1) + 1)
+    for t in levels:
         steps[t] = RingStep(receives=receives.get(t, ()), hops=hops.get(t, NO_HOPS), sends=sends.get(t, ()))
     return tuple(steps)
 
 
-def _parcels(builder: HopBuilder, peers: Ints, slots: Ints, states: Ints) -> dict[int, tuple[Parcel, ...]]:
-    """By level one parcel per peer, ordered by document: a document has one state per level and pair of ranks."""
-    world, docs = builder.part.world_size, builder.part.num_docs
-    key = builder.places.level[slots] * world + peers
-    order = (key * docs + builder.plan.fragments.doc[slots]).argsort(kind="stable")
+def _parcels(part: Partition, plan: Plan, rows: Rows) -> tuple[Parcels, ...]:
+    """What is received forward and mirrored, then what is sent: one parcel per level and peer, ordered by document, of
+    which there is one state per level and pair of ranks."""
+    places, num_slots, num_docs, world = plan.places, len(rows.map_of_slot), part.num_docs, part.world_size
+    before, after, level = (x.reshape(-1) for x in (places.before, places.after, places.level))
+    enters, leaves = (((peer >= 0) & (peer != plan.rank)).nonzero()[0] for peer in (before, after))
+    slots = np.concatenate((enters, leaves))
+    mirror = slots >= num_slots
+    kind = mirror * 1
+    kind[len(enters) :] += 2
+    peers = np.concatenate((before[enters], after[leaves]))
+    states = np.concatenate((rows.first[enters], rows.exit_state[leaves]))
+    key = (level[slots] * 4 + kind) * world + peers
+    order = (key * num_docs + plan.fragments.doc[slots - num_slots * mirror]).argsort(kind="stable")
     states = states[order]
     found, cuts = groups(key[order])
-    parcels: dict[int, tuple[Parcel, ...]] = {}
+    parcels: tuple[Parcels, ...] = ({}, {}, {}, {})
     for pair, a, b in zip(found, cuts, cuts[1:], strict=False):
-        level, peer = divmod(pair, world)
-        parcels[level] = (*parcels.get(level, ()), Parcel(peer=peer, states=states[a:b], count=b - a))
+        of_level, peer = divmod(pair, world)
+        t, i = divmod(of_level, 4)
+        parcels[i][t] = (*parcels[i].get(t, ()), Parcel(peer=peer, states=states[a:b], count=b - a))
     return parcels

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import cp_gdn
+from tests.gpu.kernel_cases import inputs, oracle, prepared_by, run, tables, unswizzled, worst_head
 
 pytestmark = [
     pytest.mark.gpu,
@@ -18,102 +19,43 @@ PACKS = ([192], [64, 37, 200, 5, 130], [1, 64, 65, 63], [300])
 GATES = ("none", "model", "A16", "reset")
 CASES = [(lengths, gate, 3) for lengths, gate in itertools.product(PACKS, GATES)]
 CASES += [([130, 70], "model", group) for group in (1, 2, 4, 8)]
-OUTPUT_BUDGET, INVERSE_BUDGET = 5e-3, 5e-4
-"""docs/design.md, kernels: bf16 operands cost 2.4e-3 to 4.9e-3 of o and S; storing N in fp16 costs 2**-12 of it."""
+OUTPUT_BUDGET, INVERSE_BUDGET, SCORE_BUDGET = 5e-3, 2.0**-8, 5e-4
+"""docs/design.md, kernels: bf16 operands cost 2.4e-3 to 4.9e-3 of o and S; rounding costs at most 2**-8 of T (bf16) and
+2**-11 of Q K^T (fp16)."""
 
 
-def inputs(lengths: list[int], gate: str, group: int, seed: int = 0) -> dict[str, torch.Tensor]:
-    gen = torch.Generator(device="cuda").manual_seed(seed)
-    tokens, heads = sum(lengths), 2
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=gen, device="cuda")
-
-    def unit(*shape: int) -> torch.Tensor:
-        return torch.nn.functional.normalize(normal(*shape), dim=-1).bfloat16()
-
-    q, k, v = unit(tokens, heads, 128), unit(tokens, heads, 128), normal(tokens, heads * group, 128).bfloat16()
-    soft = torch.nn.functional.softplus
-    g = {
-        "none": lambda: torch.zeros(tokens, heads * group, device="cuda"),
-        "model": lambda: -soft(normal(tokens, heads * group) - 3),
-        "A16": lambda: -16 * soft(normal(tokens, heads * group) * 0.5 + 1),
-        "reset": lambda: torch.full((tokens, heads * group), -1e-3, device="cuda"),
-    }[gate]()
-    if gate == "reset":
-        g[tokens // 2] = -float("inf")
-    states = normal(len(lengths), heads * group, 128, 128) * 0.3
-    return {"q": q, "k": k, "v": v, "g": g, "beta": normal(tokens, heads * group).sigmoid(), "start": states}
+def rows_of(x: dict[str, torch.Tensor], lengths: list[int], *, l2norm: bool = False) -> dict[str, torch.Tensor]:
+    """What `prepare` leaves, T and Q K^T in rows (unswizzled), and the chunk rows."""
+    chunks, _ = tables(lengths, x["beta"].shape[1])
+    made = prepared_by(x, chunks, l2norm=l2norm)
+    assert (made.rstd is not None) == l2norm
+    squares = {"t": unswizzled(made.t, chunks), "qk": unswizzled(made.qk, chunks)}
+    return {**squares, "bound": made.bound, "chunks": chunks} | ({} if made.rstd is None else {"rstd": made.rstd})
 
 
-def tables(lengths: list[int], value_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Chunk rows and walk items of whole documents, one segment each."""
-    rows: list[tuple[int, int]] = []
-    segments, start = [], 0
-    for length in lengths:
-        first = len(rows)
-        rows += [(start + c, min(64, length - c)) for c in range(0, length, 64)]
-        segments.append((first, len(rows) - first))
-        start += length
-    items = [(first, count, head, s) for s, (first, count) in enumerate(segments) for head in range(value_heads)]
-    items.sort(key=lambda item: -item[1])
-    return torch.tensor(rows, dtype=torch.int32, device="cuda"), torch.tensor(items, dtype=torch.int32, device="cuda")
-
-
-def run(x: dict[str, torch.Tensor], lengths: list[int]) -> dict[str, torch.Tensor]:
-    """o, end states, the summaries B and M, and N in rows (unswizzled)."""
-    from cp_gdn.backends import hopper
-
-    group = x["v"].shape[1] // x["q"].shape[1]
-    chunks, items = tables(lengths, x["v"].shape[1])
-    prepared = hopper.prepare(hopper.load_prepare(group), x["q"], x["k"], x["beta"], chunks)
-    given = hopper.WalkInputs(
-        q=x["q"], k=x["k"], v=x["v"], g=x["g"], beta=x["beta"], prepared=prepared, scale=128**-0.5
+def wanted_t(keys: torch.Tensor, beta: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+    """T of one chunk and head in fp64: diag b - diag b (N o D) diag b."""
+    kk, scan = torch.tril(keys @ keys.T, -1), g.double().clamp(min=-104).cumsum(0)
+    n = torch.linalg.solve_triangular(
+        torch.eye(len(kk), device="cuda", dtype=torch.float64) + kk * beta, kk, upper=False
     )
-    o = torch.full_like(x["v"], float("nan"))
-    kernels = {
-        "end": hopper.load_walk(emit_o=True, has_v=True),
-        "b": hopper.load_walk(emit_o=False, has_v=True),
-        "m": hopper.load_walk(emit_o=False, has_v=False),
-    }
-    eye = torch.eye(128, device="cuda").expand_as(x["start"]).contiguous()
-    found = {
-        "end": hopper.walk(kernels["end"], given, chunks, items, x["start"], o),
-        "end_without_o": hopper.walk(kernels["b"], given, chunks, items, x["start"], None),
-        "b": hopper.walk(kernels["b"], given, chunks, items, None, None),
-        "m": hopper.walk(kernels["m"], given, chunks, items, eye, None),
-    }
-    return {**found, "o": o, "n": unswizzled(prepared.n, chunks), "qk": unswizzled(prepared.qk, chunks)}
+    b, decay = beta.clamp(min=2.0**-40), (scan[:, None] - scan).clamp(max=0).exp()
+    return torch.diag(b) - b[:, None] * n * decay * b
 
 
-def unswizzled(x: torch.Tensor, chunks: torch.Tensor) -> torch.Tensor:
-    """[heads, T, 64]: the 16-byte unit u of a chunk's row r is stored at u XOR r % 8."""
-    rows = torch.cat([torch.arange(int(count), device=x.device) for _, count in chunks.tolist()])
-    units = torch.arange(8, device=x.device)[None, :] ^ (rows % 8)[:, None]
-    columns = (units[:, :, None] * 8 + torch.arange(8, device=x.device)).flatten(1)
-    return x.gather(2, columns.expand(x.shape[0], -1, -1))
+def raw_rows(x: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """q and k of lengths between a quarter and four times one, the last row of all zero."""
+    gen = torch.Generator(device="cuda").manual_seed(1)
+    found = {}
+    for name in ("q", "k"):
+        lengths = 4 ** (2 * torch.rand(*x[name].shape[:2], 1, generator=gen, device="cuda") - 1)
+        found[name] = (x[name] * lengths).bfloat16()
+        found[name][-1] = 0
+    return {**x, **found}
 
 
-def oracle(x: dict[str, torch.Tensor], lengths: list[int]) -> dict[str, torch.Tensor]:
-    bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
-    ctx = cp_gdn.build_context(
-        cp_gdn.partition(bounds, 1),
-        cp_gdn.Comm.alone(),
-        device="cuda",
-        heads=(x["q"].shape[1], x["v"].shape[1]),
-        head_dims=(128, 128),
-        dtype=torch.float64,
-        segments=1,
-    )
-    tokens = [x[name].double() for name in ("q", "k", "v", "g", "beta")]
-    o, end, _ = cp_gdn.forward(*tokens, ctx=ctx, initial_state=x["start"].double(), output_final_state=True)
-    assert end is not None
-    return {"o": o, "end": end}
-
-
-def worst_head(got: torch.Tensor, want: torch.Tensor) -> float:
-    got, want = (t.double().transpose(0, 1).flatten(1) for t in (got, want))
-    return float(((got - want).norm(dim=1) / want.norm(dim=1)).max())
+def close(got: torch.Tensor, want: torch.Tensor, budget: float) -> bool:
+    return float((got.double() - want).norm()) <= budget * float(want.norm())
 
 
 @pytest.mark.parametrize(("lengths", "gate", "group"), CASES)
@@ -135,13 +77,76 @@ def test_the_stored_inverse_matches_fp64(beta: float | None) -> None:
     x["k"] = k
     if beta is not None:
         x["beta"].fill_(beta)
-    got = run(x, [64, 37])["n"].double()
+    got = run(x, [64, 37])["t"].double()
     for head, (first, count) in itertools.product(range(6), ((0, 64), (64, 37))):
         rows = slice(first, first + count)
-        kk = torch.tril(k[rows, head // 3].double() @ k[rows, head // 3].double().T, -1)
-        left = torch.eye(count, device="cuda", dtype=torch.float64) + kk * x["beta"][rows, head].double()
-        want = torch.linalg.solve_triangular(left, kk, upper=False)
-        assert float((got[head, rows, :count] - want).norm() / want.norm()) < INVERSE_BUDGET
+        want = wanted_t(k[rows, head // 3].double(), x["beta"][rows, head].double(), x["g"][rows, head])
+        assert close(got[head, rows, :count], want, INVERSE_BUDGET)
+
+
+@pytest.mark.parametrize("gate", ["none", "model", "A16", "reset"])
+def test_the_inverse_is_gated_and_zero_above_the_diagonal(gate: str) -> None:
+    lengths = [64, 37, 200]
+    x = inputs(lengths, gate, 3)
+    got = rows_of(x, lengths)
+    for first, count in got["chunks"].tolist():
+        rows = slice(first, first + count)
+        assert not got["qk"][:, rows].triu(1).any()
+        for head in range(6):
+            want = wanted_t(x["k"][rows, head // 3].double(), x["beta"][rows, head].double(), x["g"][rows, head])
+            assert close(got["t"][head, rows, :count], want, INVERSE_BUDGET)
+            assert not got["t"][head, rows].triu(1).any()
+
+
+@pytest.mark.parametrize("beta", [None, 1.0, 2.0])
+@pytest.mark.parametrize("group", [1, 3, 8])
+def test_chunk_bounds_match_fp64_also_for_resets_and_long_keys(group: int, beta: float | None) -> None:
+    lengths = [64, 37, 200, 1]
+    x = inputs(lengths, "reset", group)
+    x["k"] = (x["k"] * torch.linspace(0.5, 1.5, sum(lengths), device="cuda")[:, None, None]).bfloat16()
+    if beta is not None:
+        x["beta"].fill_(beta)
+    got = rows_of(x, lengths)
+    norms = (x["k"].double() ** 2).sum(-1).repeat_interleave(group, 1)
+    terms = x["g"].double().clamp(min=-104) + (1 - x["beta"].double() * norms).abs().clamp(min=1).log()
+    want = torch.stack([terms[first : first + count].sum(0) for first, count in got["chunks"].tolist()], 1)
+    assert torch.allclose(got["bound"].double(), want, rtol=1e-6, atol=1e-4)
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 8])
+def test_norms_of_raw_rows_are_folded_into_the_products(group: int) -> None:
+    lengths = [64, 37, 70]
+    x = raw_rows(inputs(lengths, "model", group))
+    got = rows_of(x, lengths, l2norm=True)
+    rstd = torch.stack([((x[name].double() ** 2).sum(-1) + 1e-6).rsqrt().T for name in ("q", "k")])
+    assert torch.allclose(got["rstd"].double(), rstd, rtol=2e-6, atol=0)
+    q, k = (x[name].double() * rstd[i].T[..., None] for i, name in enumerate(("q", "k")))
+    for first, count in got["chunks"].tolist():
+        rows = slice(first, first + count)
+        for head in range(x["beta"].shape[1]):
+            keys, queries = k[rows, head // group], q[rows, head // group]
+            want = wanted_t(keys, x["beta"][rows, head].double(), x["g"][rows, head])
+            assert close(got["t"][head, rows, :count], want, INVERSE_BUDGET)
+            assert close(got["qk"][head // group, rows, :count], (queries @ keys.T).tril(), SCORE_BUDGET)
+        terms = x["g"][rows].double() + (1 - x["beta"][rows].double()).clamp(min=1).log()
+        chunk = got["chunks"].tolist().index([first, count])
+        assert torch.allclose(got["bound"][:, chunk].double(), terms.sum(0), rtol=1e-6, atol=1e-4)
+
+
+@pytest.mark.parametrize("l2norm", [False, True])
+def test_prepare_reads_no_row_of_a_neighbour(l2norm: bool) -> None:
+    lengths = [70, 58]
+    x = inputs(lengths, "reset", 3)
+    clean = rows_of(x, lengths, l2norm=l2norm)
+    poisoned = {name: t.clone() for name, t in x.items()}
+    for name in ("q", "k", "g", "beta"):
+        poisoned[name][70:] = float("nan")
+    got = rows_of(poisoned, lengths, l2norm=l2norm)
+    assert torch.equal(got["t"][:, :70], clean["t"][:, :70])
+    assert torch.equal(got["qk"][:, :70], clean["qk"][:, :70])
+    assert torch.equal(got["bound"][:, :2], clean["bound"][:, :2])
+    if l2norm:
+        assert torch.equal(got["rstd"][:, :, :70], clean["rstd"][:, :, :70])
 
 
 def test_strided_views_of_a_packed_row_have_the_bits_of_copies() -> None:
@@ -175,5 +180,5 @@ def test_fifty_repeats_beside_a_busy_stream_have_the_same_bits() -> None:
         with torch.cuda.stream(busy):
             noise = (noise @ noise).clamp(-1, 1)
         again = run(x, lengths)
-        for name in ("o", "end", "b", "m"):
+        for name in ("o", "end", "b", "m", "t", "qk", "bound"):
             assert torch.equal(first[name], again[name]), name

@@ -1,0 +1,107 @@
+"""The a2a exchange of kernel contexts: an owner folds on the message itself, and few launches pack and unpack it."""
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+
+from cp_gdn import affine
+from cp_gdn.a2a.exchange import OwnerExchange
+from cp_gdn.a2a.routes import OwnerRoutes
+from cp_gdn.backends.hopper_hops import KernelHops, kernel_hops
+from cp_gdn.chains import Hops
+from cp_gdn.comm import Comm
+from cp_gdn.exchange import Routes
+from cp_gdn.flow import Exchange, Flow
+from cp_gdn.fragments import Ints
+from cp_gdn.plan import Index
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedRoutes(OwnerRoutes):
+    """Owner's routes whose hops read rows of the message: of every rank its heads, offsets and, if they travel, maps.
+
+    Attributes:
+        message_hops: where the maps travel. kept_hops: where the owner has them.
+        owned_rows: rows of the message that are maps, in the order of kept maps.
+    """
+
+    message_hops: KernelHops
+    kept_hops: KernelHops
+    owned_rows: Index
+
+
+def packed_routes(owner: OwnerRoutes) -> PackedRoutes:
+    """The same routes with hops on the message; not yet uploaded."""
+    own = {field.name: getattr(owner, field.name) for field in fields(OwnerRoutes)}
+    offsets, maps = _message_rows(owner, maps=True)
+    kept, _ = _message_rows(owner, maps=False)
+    everything = np.arange(len(maps))
+    return PackedRoutes(
+        **{**own, "hops": kernel_hops(owner.hops)},
+        message_hops=kernel_hops(_on_rows(owner.hops, offsets, maps)),
+        kept_hops=kernel_hops(_on_rows(owner.hops, kept, everything)),
+        owned_rows=maps,
+    )
+
+
+def _message_rows(owner: OwnerRoutes, *, maps: bool) -> tuple[Ints, Ints]:
+    """Rows of the heads and offsets (in the order of the owner's offset rows), and of the maps of all ranks."""
+    heads, rows = np.array(owner.num_heads), np.array(owner.num_rows)
+    size = heads + rows * (1 + maps)
+    first = size.cumsum() - size
+    pieces = (first, heads), (first + heads, rows), (first + heads + rows, rows)
+    found = [np.concatenate([np.arange(a, a + n) for a, n in zip(*piece, strict=True)]) for piece in pieces]
+    return np.concatenate(found[:2]), found[2]
+
+
+def _on_rows(hops: Hops, offsets: Ints, maps: Ints) -> Hops:
+    table = hops.table.copy()
+    table[2] = offsets[table[2]]
+    if len(maps):  # where a chain starts the map row means nothing
+        table[3] = maps[np.clip(table[3], 0, len(maps) - 1)]
+    return Hops(table=table, steps=hops.steps)
+
+
+class PackedExchange(OwnerExchange):
+    """`OwnerExchange` where every rank owns as many heads; the same messages."""
+
+    routes: PackedRoutes
+
+    def start(self) -> None:
+        """Post the summaries."""
+        flow, routes, ranks = self.flow, self.routes, range(self.comm.size)
+        sources = [flow.states[routes.head_states], flow.offsets[routes.offset_rows]]
+        if flow.kept is None:
+            sources.append(flow.maps[routes.map_rows])
+        rows, width = torch.cat(sources), self._width(self.comm.rank)
+        by_owner = rows.unflatten(1, (self.comm.size, width)).transpose(0, 1).reshape(-1)
+        received = [self._summary_size(r, width) for r in ranks]
+        sent = [self._summary_size(self.comm.rank, width)] * self.comm.size
+        self.pending = self.comm.all_to_all(flow.purpose, by_owner, sent, received)
+
+    def wait(self) -> None:
+        """As an owner, step through every chain; then take the entry states of this rank's fragments home."""
+        flow, routes, width = self.flow, self.routes, self._width(self.comm.rank)
+        matrix = flow.states.shape[2:]
+        message = self.pending.wait().view(-1, width, *matrix)
+        states = message.new_empty((routes.num_states, width, *matrix))
+        maps, hops = (message, routes.message_hops) if flow.kept is None else (flow.kept, routes.kept_hops)
+        affine.run(hops, states, maps, message, adjoint=flow.adjoint)
+        mine, each = routes.num_replies[self.comm.rank], width * matrix.numel()
+        home, sent = states[: sum(routes.num_replies)].view(-1), [n * each for n in routes.num_replies]
+        pending = self.comm.all_to_all(f"{flow.purpose}_HOME", home, sent, [mine * each] * self.comm.size)
+        self.owned_maps = message[routes.owned_rows] if flow.kept is None else flow.kept
+        answer = pending.wait().view(self.comm.size, mine, width, *matrix)
+        flow.states[routes.replies] = answer.transpose(0, 1).reshape(mine, *flow.states.shape[1:])
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelRoutes(Routes):
+    """Routes of a kernel context."""
+
+    def exchange(self, comm: Comm, flow: Flow) -> Exchange:
+        owner = self.adjoint_owner if flow.adjoint else self.forward_owner
+        if isinstance(owner, PackedRoutes) and flow.states.shape[1] % comm.size == 0:
+            return PackedExchange(comm, owner, flow)
+        return super().exchange(comm, flow)

@@ -1,0 +1,218 @@
+"""What the kernels look up, made of a rank's plan before it is uploaded: walk items, rows of states, chains of hops.
+
+Row numbering of the forward's state buffer on the kernels: first the segments with tokens of their document before
+them, then the outbox, last the segments that start a document. Without an initial state nobody reads or writes those
+last ones, and the buffer ends before them. Tables are int32, packed two by two into the int64 that `tables.upload`
+moves.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cp_gdn.a2a.routes import OwnerRoutes
+from cp_gdn.backends.hopper_exchange import KernelRoutes, packed_routes
+from cp_gdn.backends.hopper_hops import KernelHops, kernel_hops, packed
+from cp_gdn.backends.hopper_mirror import MirrorTables, mirror_tables
+from cp_gdn.exchange import Routes
+from cp_gdn.fragments import Ints, unset
+from cp_gdn.plan import Index, Plan
+from cp_gdn.ring.routes import Parcel, RingStep
+from cp_gdn.schedule import Schedule, Side
+
+WALKS = ("summary", "transfer", "independent", "dependent")
+"""The walks of a forward: for B, for M, for o of what needs no message and of the rest."""
+
+
+def _side(side: Side, rows: Ints | None) -> Side:
+    return replace(
+        side,
+        start_state=side.start_state if rows is None else rows[side.start_state],
+        compose=kernel_hops(side.compose),
+        local=kernel_hops(side.local, rows),
+        inner_independent=kernel_hops(side.inner_independent, rows),
+        inner_dependent=kernel_hops(side.inner_dependent, rows),
+    )
+
+
+def kernel_schedule(schedule: Schedule) -> Schedule:
+    """The schedule with hops for `fold`, states numbered as before."""
+    return replace(
+        schedule,
+        compose_maps=kernel_hops(schedule.compose_maps),
+        forward=_side(schedule.forward, None),
+        adjoint=_side(schedule.adjoint, None),
+    )
+
+
+def _parcels(parcels: tuple[Parcel, ...], rows: Ints) -> tuple[Parcel, ...]:
+    return tuple(replace(parcel, states=rows[parcel.states]) for parcel in parcels)
+
+
+def _ring(steps: tuple[RingStep, ...], rows: Ints | None) -> tuple[RingStep, ...]:
+    found = []
+    for step in steps:
+        hops = kernel_hops(step.hops, rows)
+        receives, sends = ((p if rows is None else _parcels(p, rows)) for p in (step.receives, step.sends))
+        found.append(RingStep(receives=receives, hops=hops, sends=sends))
+    return tuple(found)
+
+
+def _owner(owner: OwnerRoutes | None, rows: Ints | None) -> OwnerRoutes | None:
+    if owner is None:
+        return None
+    heads, replies = (x if rows is None else rows[x] for x in (owner.head_states, owner.replies))
+    return packed_routes(replace(owner, head_states=heads, replies=replies))
+
+
+def kernel_routes(routes: Routes, rows: Ints | None = None) -> Routes:
+    """The routes with hops for `fold`; ``rows`` renumbers the states of the forward, which is all that is used then."""
+    return KernelRoutes(
+        kind=routes.kind,
+        forward_steps=_ring(routes.forward_steps, rows),
+        adjoint_steps=() if rows is not None else _ring(routes.adjoint_steps, None),
+        forward_owner=_owner(routes.forward_owner, rows),
+        adjoint_owner=None if rows is not None else _owner(routes.adjoint_owner, None),
+    )
+
+
+def mirrored_routes(routes: Routes, rows: Ints) -> Routes:
+    """`kernel_routes` of the adjoint direction alone."""
+    return KernelRoutes(
+        kind=routes.kind,
+        forward_steps=(),
+        adjoint_steps=_ring(routes.adjoint_steps, rows),
+        forward_owner=None,
+        adjoint_owner=_owner(routes.adjoint_owner, rows),
+    )
+
+
+# ---- walks -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelTables:
+    """Everything the forward on the kernels looks up.
+
+    Attributes:
+        side, routes: the forward's, states renumbered. row_of_segment: [n] row of each segment's entry state.
+        num_rows: rows of the state buffer without and with an initial state. compose_maps, num_maps: see `Schedule`.
+        chunks: packed [N, 2], first row and count. segments: packed [n, 4], first chunk, chunks, map row, 0.
+        items: packed [m, 4], first chunk, chunks, 0, segment, of all `WALKS` one after the other, each longest first.
+        counts: segments of each walk. rows: [16, n], by `rows_index`: where the walk of each
+            segment starts from and where its end goes, two int32 each, -1 for nowhere.
+        empty_entry, empty_exit: see `Schedule`. num_entries, num_exits: rows of the initial and of the final states.
+        mirror: what a backward looks up beside all this.
+    """
+
+    side: Side
+    routes: Routes
+    row_of_segment: Index
+    num_rows: tuple[int, int]
+    compose_maps: KernelHops
+    num_maps: int
+    num_chunks: int
+    num_segments: int
+    chunks: Index
+    segments: Index
+    items: Index
+    counts: tuple[int, ...]
+    rows: Index
+    empty_entry: Index
+    empty_exit: Index
+    num_entries: int
+    num_exits: int
+    mirror: MirrorTables
+
+
+def rows_index(walk: int, *, initial: bool, final: bool) -> int:
+    """Row of `KernelTables.rows` for a walk, by whether an initial state came in and ends of documents are wanted."""
+    return (2 * initial + final) * len(WALKS) + walk
+
+
+def state_rows(side: Side) -> tuple[Ints, int]:
+    """Row of every state of a direction, [num_states], and how many come before those where documents start in it."""
+    starts = np.zeros(side.num_states, dtype=bool)
+    starts[side.start_state] = True
+    return _rank(starts), int((~starts).sum())
+
+
+def _rank(last: Ints) -> Ints:
+    """New places when those of the mask ``last`` move behind the others, order kept."""
+    rows = np.empty(len(last), dtype=np.int64)
+    rows[np.concatenate(((~last).nonzero()[0], last.nonzero()[0]))] = np.arange(len(last))
+    return rows
+
+
+def kernel_tables(plan: Plan, schedule: Schedule, routes: Routes, value_heads: int) -> KernelTables:
+    """The tables of a rank, not yet uploaded."""
+    side, count = schedule.forward, len(plan.segments)
+    rows, first_rows = state_rows(side)
+    mirrored, _ = state_rows(schedule.adjoint)
+    adjoint = (_side(schedule.adjoint, mirrored), mirrored_routes(routes, mirrored))
+    walks = (side.summary, schedule.transfer, side.independent.walk, side.dependent.walk)
+    items = [_items(plan, walk.segments) for walk in walks]
+    return KernelTables(
+        side=_side(side, rows),
+        routes=kernel_routes(routes, rows),
+        row_of_segment=rows[:count],
+        num_rows=(first_rows, len(rows)),
+        compose_maps=kernel_hops(schedule.compose_maps),
+        num_maps=schedule.num_maps,
+        num_chunks=len(plan.chunks),
+        num_segments=count,
+        chunks=packed(np.stack((plan.chunks.first_row, plan.chunks.count), 1)),
+        segments=packed(_segment_rows(plan, schedule)),
+        items=packed(np.concatenate(items)),
+        counts=tuple(map(len, items)),
+        rows=_walk_rows(schedule, rows[:count]),
+        empty_entry=schedule.empty_entry,
+        empty_exit=schedule.empty_exit,
+        num_entries=len(plan.entry_docs),
+        num_exits=len(plan.exit_docs),
+        mirror=mirror_tables(plan, schedule, adjoint, mirrored, value_heads),
+    )
+
+
+def for_kernels(
+    plan: Plan, schedule: Schedule, routes: Routes, value_heads: int
+) -> tuple[Schedule, Routes, KernelTables]:
+    """Schedule and routes with hops for `fold`, and the tables; not yet uploaded."""
+    return kernel_schedule(schedule), kernel_routes(routes), kernel_tables(plan, schedule, routes, value_heads)
+
+
+def _segment_rows(plan: Plan, schedule: Schedule) -> Ints:
+    segments, map_row = plan.segments, unset(len(plan.segments))
+    map_row[schedule.transfer.segments] = schedule.transfer_row
+    return np.stack((segments.first_chunk, segments.num_chunks, map_row, np.zeros_like(map_row)), 1)
+
+
+def _items(plan: Plan, ids: Ints) -> Ints:
+    first, chunks = plan.segments.first_chunk[ids], plan.segments.num_chunks[ids]
+    return np.stack((first, chunks, np.zeros_like(ids), ids), 1)
+
+
+def _walk_rows(schedule: Schedule, row: Ints) -> Ints:
+    """`KernelTables.rows`."""
+    side, first = schedule.forward, schedule.forward.start_state
+    pairs = np.full((2, 2, len(WALKS), len(row), 2), -1, dtype=np.int32)  # initial, final, walk, segment, (start, end)
+    start, end = pairs[..., 0], pairs[..., 1]
+    start[1, :, 0, first] = row[first][:, None]
+    start[:, :, 2:] = row
+    start[0, :, 2:, first] = -1
+    end[:, :, 0, side.summary.segments] = side.summary_row
+    end[:, :, 1, schedule.transfer.segments] = schedule.transfer_row
+    for walk, part in enumerate((side.independent, side.dependent), 2):
+        end[:, 1, walk, part.walk.segments[part.end_at]] = part.end_row
+    return packed(pairs).reshape(4 * len(WALKS), len(row))
+
+
+def items_of_heads(items: Tensor, counts: Sequence[int], value_heads: int) -> list[Tensor]:
+    """Per walk the items of all heads, int32 [segments * HV, 4], heads of a segment side by side; of uploaded items."""
+    base = items.view(torch.int32).view(-1, 1, 4)
+    heads = torch.zeros((value_heads, 4), dtype=torch.int32, device=items.device)
+    heads[:, 2] = torch.arange(value_heads, dtype=torch.int32, device=items.device)
+    return [x.flatten(0, 1) for x in (base + heads).split(list(counts))]

@@ -1,0 +1,147 @@
+"""What the kernels look up and how their host side calls them, with doubles of the kernels on the CPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from cp_gdn import Comm, Options, build_context, chunk_gated_delta_rule, partition, twin
+from cp_gdn.backends import hopper_mirror
+from cp_gdn.backends.hopper_hops import chain_of_hop, kernel_hops, packed
+from cp_gdn.chains import Hops
+from tests.kernel_double import doubles
+
+torch.set_num_threads(1)
+
+LENGTHS = (130, 0, 1, 20, 0)
+BOUNDS = [0, *np.cumsum(LENGTHS).tolist()]
+HEADS = (1, 2)
+CASES = [
+    (1, "contiguous", 1, "auto"),
+    (1, "contiguous", 2, "auto"),
+    (2, "zigzag", 1, "ring"),
+    (2, "zigzag_per_document", 2, "ring"),
+    (2, "zigzag_per_document", 2, "a2a"),
+    (3, "zigzag_per_document", 2, "a2a"),
+    (2, "zigzag", "grid:1", "ring"),
+    (2, "contiguous", "grid:1", "a2a"),
+]
+NAMES = ("q", "k", "v", "g", "beta")
+
+
+def inputs(seed: int = 0) -> dict[str, Tensor]:
+    gen = torch.Generator().manual_seed(seed)
+    tokens = BOUNDS[-1]
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=gen)
+
+    unit = torch.nn.functional.normalize
+    return {
+        "q": unit(normal(tokens, 1, 128), dim=-1).bfloat16(),
+        "k": unit(normal(tokens, 1, 128), dim=-1).bfloat16(),
+        "v": normal(tokens, 2, 128).bfloat16(),
+        "g": -torch.nn.functional.softplus(normal(tokens, 2) - 3) / 8,
+        "beta": normal(tokens, 2).sigmoid(),
+        "initial": normal(len(LENGTHS), 2, 128, 128) * 0.1,
+        "dout": normal(tokens, 2, 128).bfloat16(),
+        "dfinal": normal(len(LENGTHS), 2, 128, 128) * 0.1,
+    }
+
+
+def run_rank(comm: Comm, x: dict[str, Tensor], case: tuple, initial: bool, final: bool, options: Options) -> dict:
+    """One rank's results, scattered into global tensors."""
+    _, layout, segments, exchange = case
+    align = 64 if str(segments).startswith("grid") else 1
+    part = partition(BOUNDS, comm.size, layout, align=align)
+    asked = {"heads": HEADS, "segments": segments, "exchange": exchange, "options": options}
+    ctx = build_context(part, comm, **asked)
+    rows, entry, exits = ctx.token_ids, list(ctx.entry_docs), list(ctx.exit_docs)
+    leaves = {name: x[name][rows].requires_grad_() for name in NAMES}
+    if initial:
+        leaves["initial_state"] = x["initial"][entry].requires_grad_()
+    o, end = chunk_gated_delta_rule(**leaves, ctx=ctx, output_final_state=final)
+    loss = (o.float() * x["dout"][rows].float()).sum()
+    if end is not None:
+        loss = loss + (end * x["dfinal"][exits]).sum()
+    grads = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
+    places = {"o": (rows, o.detach(), "v"), **{f"d{n}": (rows, grads[n], n) for n in NAMES}}
+    if end is not None:
+        places["final"] = (exits, end.detach(), "dfinal")
+    if initial:
+        places["dinitial"] = (entry, grads["initial_state"], "initial")
+    found = {}
+    for name, (place, value, like) in places.items():
+        found[name] = torch.zeros(x[like].shape)
+        found[name][place] = value.float()
+    return {"backend": ctx.last_call["backend"], **found}
+
+
+def run(case: tuple, *, initial: bool = True, final: bool = True, options: Options = Options()) -> dict:  # noqa: B008
+    ranks = twin(case[0], lambda comm: run_rank(comm, inputs(), case, initial, final, options))
+    return {name: ranks[0][name] if name == "backend" else sum(r[name] for r in ranks) for name in ranks[0]}
+
+
+def assert_close(got: dict, want: dict) -> None:
+    assert got.keys() == want.keys()
+    for name in got.keys() - {"backend"}:
+        error = (got[name] - want[name]).norm() / want[name].norm().clamp(min=1e-9)
+        assert error < 5e-3, (name, float(error))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(("initial", "final"), [(True, True), (False, False)])
+def test_a_step_through_the_tables_equals_the_torch_backend(case: tuple, initial: bool, final: bool) -> None:
+    with doubles():
+        got = run(case, initial=initial, final=final)
+    assert got["backend"] == "hopper"
+    assert_close(got, run(case, initial=initial, final=final))
+
+
+@pytest.mark.parametrize("options", [Options(save_transfer=False), Options(boundary="recompute")], ids=str)
+def test_what_a_backward_finds_no_more_is_made_again_by_the_same_kernels(options: Options) -> None:
+    case = (2, "zigzag", 2, "ring")
+    with doubles():
+        kept, again = run(case), run(case, options=options)
+    for name in kept.keys() - {"backend"}:
+        assert torch.equal(kept[name], again[name]), name
+
+
+def test_slabs_of_segments_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = (1, "zigzag", 2, "auto")
+    with doubles():
+        whole = run(case)
+        monkeypatch.setattr(hopper_mirror, "SLAB_BYTES", 1)
+        slabs = run(case)
+    for name in whole.keys() - {"backend"}:
+        assert torch.equal(whole[name], slabs[name]), name
+
+
+def test_states_that_start_documents_take_no_memory_without_an_initial_state() -> None:
+    part = partition([0, *range(64, 640, 64)], 1, "contiguous")
+    with doubles():
+        ctx = build_context(part, Comm.alone(), heads=HEADS)
+    assert ctx.kernels is not None
+    assert ctx.kernels.tables.num_rows == (0, 9)
+
+
+def test_hops_that_depend_on_each_other_are_in_one_chain_in_order() -> None:
+    columns = [(5, 0), (6, 3), (7, 5), (8, 6), (9, 7)]
+    table = np.array([(dst, src, i, i) for i, (dst, src) in enumerate(columns)]).T
+    hops = Hops(table=table, steps=((1, True), (1, False), (2, False), (1, False)))
+    assert chain_of_hop(hops).tolist() == [0, 1, 0, 1, 0]
+    found = kernel_hops(hops)
+    rows = found.hops.view(np.int32).reshape(-1, 4).tolist()
+    assert rows == [[5, 0, 0, -1], [7, 5, 2, 2], [9, 7, 4, 4], [6, 3, 1, 1], [8, 6, 3, 3]]
+    assert found.num_chains == 2
+    assert found.chains.view(np.int32)[:3].tolist() == [0, 3, 5]
+    assert kernel_hops(replace(hops, table=table[:, :0], steps=())).num_chains == 0
+
+
+def test_packed_tables_hold_int32_with_an_odd_one_padded() -> None:
+    assert packed([1, -2, 3]).view(np.int32).tolist() == [1, -2, 3, 0]
+    assert packed(np.zeros((0, 4))).shape == (0,)
