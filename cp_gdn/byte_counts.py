@@ -19,6 +19,7 @@ from cp_gdn.context import Context
 from cp_gdn.layout import Partition
 from cp_gdn.options import Options
 from cp_gdn.plan import Ints, chunk_counts, segment_counts
+from cp_gdn.workspace import refuse_kernels
 
 FORWARD = ("STATE", "STATE_HOME", "HALO")
 """Purposes of a forward's messages; all others are a backward's."""
@@ -101,7 +102,11 @@ def saved_bytes(ctx: Context, *, use_qk_l2norm_in_kernel: bool = False) -> dict[
         ``ctx.state_dtype``), ``states`` (entry states), ``maps`` and ``owned_maps`` (0 without ``save_transfer``; the
         latter only with a2a), ``tapes`` (0 without ``save="full"``). With ``boundary="recompute"`` all but the inputs
         are 0, and initial states that are given are held too.
+
+    Raises:
+        NotImplementedError: a context on the Hopper kernels, whose rows of states are numbered otherwise.
     """
+    refuse_kernels(ctx, "saved_bytes")
     kept = kept_by_rank(layer_of(ctx), l2norm=use_qk_l2norm_in_kernel)
     return {name: int(each[ctx.rank]) for name, each in kept.items()}
 

@@ -69,7 +69,17 @@ def workspace_layout(ctx: "Context", *, tapes: str = "rerun") -> Layout:
     """
     if tapes not in FORMS:
         raise ValueError(f"tapes: got {tapes!r}, expected one of {FORMS}")
+    refuse_kernels(ctx, "workspaces")
     return Layout(forward=_forward(ctx), backward=_backward(ctx, kept=tapes == "kept" or ctx.options.keeps_tapes))
+
+
+def refuse_kernels(ctx: "Context", what: str) -> None:
+    """Raise where a figure or a memory of the torch backend would be taken for one of the kernels."""
+    if ctx.kernels is not None:
+        raise NotImplementedError(
+            f"{what}: the Hopper kernels allocate their own memory, and it is not counted yet; "
+            'build the context with backend="torch"'
+        )
 
 
 def workspace_bytes(ctx: "Context", *, tapes: str = "rerun") -> int:
@@ -90,6 +100,7 @@ def handoff_bytes(ctx: "Context", *, use_qk_l2norm_in_kernel: bool = False) -> d
         ``gradients`` of q, k, v, g and beta (the last two counted in ``ctx.state_dtype``) and
         ``initial_state_gradient`` of a backward; ``kept_tapes`` of a recompute that hands its tapes on.
     """
+    refuse_kernels(ctx, "handoff_bytes")
     (heads, value_heads), (key_dim, value_dim), tokens = ctx.heads, ctx.head_dims, ctx.num_tokens
     wide, state = ctx.state_dtype.itemsize, math.prod((value_heads, key_dim, value_dim)) * ctx.state_dtype.itemsize
     row = 2 * heads * key_dim + value_heads * value_dim

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import cp_gdn
 from cp_gdn import Comm, Options, build_context, chunk_gated_delta_rule, partition, twin
 from cp_gdn.backends import hopper_mirror
 from cp_gdn.backends.hopper_hops import chain_of_hop, kernel_hops, packed
@@ -145,3 +146,15 @@ def test_hops_that_depend_on_each_other_are_in_one_chain_in_order() -> None:
 def test_packed_tables_hold_int32_with_an_odd_one_padded() -> None:
     assert packed([1, -2, 3]).view(np.int32).tolist() == [1, -2, 3, 0]
     assert packed(np.zeros((0, 4))).shape == (0,)
+
+
+def test_bytes_and_workspaces_of_a_kernel_context_are_refused_not_guessed() -> None:
+    with doubles():
+        ctx = build_context(partition(BOUNDS, 1), Comm.alone(), heads=HEADS)
+        for query in (cp_gdn.saved_bytes, cp_gdn.workspace_bytes, cp_gdn.handoff_bytes):
+            with pytest.raises(NotImplementedError, match='not counted yet; build the context with backend="torch"'):
+                query(ctx)
+        x = inputs()
+        room = cp_gdn.Workspace(1024)
+        with pytest.raises(NotImplementedError, match="workspaces"):
+            chunk_gated_delta_rule(*(x[name] for name in NAMES), ctx=ctx, workspace=room)
