@@ -47,49 +47,31 @@ __device__ __forceinline__ void free_previous(AdjointSmem& sm, int c, int half, 
     half_barrier(half);
 }
 
-__device__ __forceinline__ void adjoint_chunk(const WalkParams& p, AdjointSmem& sm, float (&dS)[64], const Item& item, int c, int half, int t) {
-    const int s = c % STAGES;
-    const Scalars& scalar = sm.signals.scalars[s];
-    const u32 k = smem_addr(sm.tiles.k[s]), q = smem_addr(sm.tiles.q[s]), tt = smem_addr(sm.tiles.t[s]), pp = smem_addr(sm.tiles.p[s]);
-    u32 state[32];
-#pragma unroll
-    for (int i = 0; i < 32; i++) state[i] = pack(dS[2 * i], dS[2 * i + 1]);
-    barrier_wait(&sm.signals.ready[s], c / STAGES & 1);
-
-    float X[32];  // dS'^T K^T
+// dVn^T = X diag(e) + dO^T P and dS^T = gam_C dS'^T + (s gam dO)^T Q, under way.
+__device__ __forceinline__ void add_outputs(const Tiles& tiles, int s, float (&X)[32], float (&dS)[64], const u32 (&dout)[16], const u32 (&to_state)[16], float decay) {
+    const u32 q = smem_addr(tiles.q[s]), pp = smem_addr(tiles.p[s]);
     wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < 8; i++) wgmma_rs64(X, state + i * 4, descriptor(k + i / 4 * HALF + i % 4 * 32, 1, 64), i > 0);
-    wgmma_commit();
-    u32 dout[16], to_state[16];
-    load_transposed(dout, sm.tiles.v[s] + half * HALF, t);
-    wgmma_wait<0>();
-    scale_reads(X, to_state, dout, scalar, t);
-
-    wgmma_fence();  // dVn^T = X diag(e) + dO^T P, then dS^T = gam_C dS'^T + (s gam dO)^T Q
 #pragma unroll
     for (int i = 0; i < 4; i++) wgmma_rs64_mn(X, dout + i * 4, descriptor(pp + i * 2048, 1, 64), 1);
     wgmma_commit();
 #pragma unroll
-    for (int i = 0; i < 64; i++) dS[i] *= scalar.decay;
+    for (int i = 0; i < 64; i++) dS[i] *= decay;
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < 4; i++) wgmma_rs128_mn(dS, to_state + i * 4, descriptor(q + i * 2048, HALF / 16, 64));
     wgmma_commit();
-#if EMIT
-    free_previous(sm, c, half, t);
-    emit_state(p, sm.image[half], state, item, place(item, c), half, t);
-#endif
-    wgmma_wait<1>();
-    u32 y[16];
+}
+
+// dV^T = dVn^T T, then dS^T -= (gam dV)^T K, under way.
+__device__ __forceinline__ void take_writes(const Tiles& tiles, int s, float (&dV)[32], float (&dS)[64], const float (&X)[32], const Scalars& scalar, int t) {
+    const u32 k = smem_addr(tiles.k[s]), tt = smem_addr(tiles.t[s]);
+    u32 y[16], taken[16];
     pack_all(y, X);
-    float dV[32];
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < 4; i++) wgmma_rs64_mn(dV, y + i * 4, descriptor(tt + i * 2048, 1, 64), i > 0);
     wgmma_commit();
     wgmma_wait<0>();
-    u32 taken[16];
 #pragma unroll
     for (int i = 0; i < 16; i++) {
         const float2 gam = *reinterpret_cast<const float2*>(&scalar.read_k[i / 2 * 8 + t % 4 * 2]);
@@ -99,6 +81,31 @@ __device__ __forceinline__ void adjoint_chunk(const WalkParams& p, AdjointSmem& 
 #pragma unroll
     for (int i = 0; i < 4; i++) wgmma_rs128_mn(dS, taken + i * 4, descriptor(k + i * 2048, HALF / 16, 64));
     wgmma_commit();
+}
+
+__device__ __forceinline__ void adjoint_chunk(const WalkParams& p, AdjointSmem& sm, float (&dS)[64], const Item& item, int c, int half, int t) {
+    const int s = c % STAGES;
+    const Scalars& scalar = sm.signals.scalars[s];
+    const u32 k = smem_addr(sm.tiles.k[s]);
+    u32 state[32], dout[16], to_state[16];
+    float X[32], dV[32];
+#pragma unroll
+    for (int i = 0; i < 32; i++) state[i] = pack(dS[2 * i], dS[2 * i + 1]);
+    barrier_wait(&sm.signals.ready[s], c / STAGES & 1);
+    wgmma_fence();  // X = dS'^T K^T
+#pragma unroll
+    for (int i = 0; i < 8; i++) wgmma_rs64(X, state + i * 4, descriptor(k + i / 4 * HALF + i % 4 * 32, 1, 64), i > 0);
+    wgmma_commit();
+    load_transposed(dout, sm.tiles.v[s] + half * HALF, t);
+    wgmma_wait<0>();
+    scale_reads(X, to_state, dout, scalar, t);
+    add_outputs(sm.tiles, s, X, dS, dout, to_state, scalar.decay);
+#if EMIT
+    free_previous(sm, c, half, t);
+    emit_state(p, sm.image[half], state, item, place(item, c), half, t);
+#endif
+    wgmma_wait<1>();
+    take_writes(sm.tiles, s, dV, dS, X, scalar, t);
 #if EMIT
     emit_dv(p, sm, dV, item, s, scalar.chunk, half, t);
 #endif

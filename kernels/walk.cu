@@ -47,48 +47,23 @@ __device__ __forceinline__ void residual(u32 (&w)[16], const u32 (&values)[16], 
     }
 }
 
-__device__ __forceinline__ void state_chunk(const WalkParams& p, WalkSmem& sm, float (&S)[64], const Item& item, int c, int half, int t) {
-    const int s = c % STAGES;
-    const Scalars& scalar = sm.signals.scalars[s];
-    const u32 k = smem_addr(sm.tiles.k[s]), tt = smem_addr(sm.tiles.t[s]);
-    u32 state[32];
-#pragma unroll
-    for (int i = 0; i < 32; i++) state[i] = pack(S[2 * i], S[2 * i + 1]);
-    barrier_wait(&sm.signals.ready[s], c / STAGES & 1);
-
-    float U[32], O[32];  // S^T K^T and S^T Q^T
+// U = S^T K^T and O = S^T Q^T, under way.
+__device__ __forceinline__ void read_state(const Tiles& tiles, int s, const u32 (&state)[32], float (&U)[32], float (&O)[32]) {
+    const u32 k = smem_addr(tiles.k[s]);
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < 8; i++) wgmma_rs64(U, state + i * 4, descriptor(k + i / 4 * HALF + i % 4 * 32, 1, 64), i > 0);
     wgmma_commit();
 #if EMIT_O
-    const u32 q = smem_addr(sm.tiles.q[s]);
+    const u32 q = smem_addr(tiles.q[s]);
 #pragma unroll
     for (int i = 0; i < 8; i++) wgmma_rs64(O, state + i * 4, descriptor(q + i / 4 * HALF + i % 4 * 32, 1, 64), i > 0);
     wgmma_commit();
 #endif
-    u32 values[16] = {}, w[16];
-#if HAS_V
-    load_transposed(values, sm.tiles.v[s] + half * HALF, t);
-#endif
-    wgmma_wait<EMIT_O>();
-#if EMIT_S
-    if (t == 0) bulk_wait_read<0>();
-    half_barrier(half);
-    emit_state(p, sm.image[half], state, item, item.first_chunk + c, half, t);
-#endif
-    residual(w, values, U, scalar, t);
+}
 
-    float X[32];  // W^T T^T = Vn^T, while the state decays
-    wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < 4; i++) wgmma_rs64(X, w + i * 4, descriptor(tt + i * 32, 1, 64), i > 0);
-    wgmma_commit();
-#pragma unroll
-    for (int i = 0; i < 64; i++) S[i] *= scalar.decay;
-    wgmma_wait<0>();
-    u32 plain[16], scaled[16];
-    if (EMIT_O || EMIT_S) pack_all(plain, X);
+// (e Vn)^T as an operand, O^T scaled by its gates.
+__device__ __forceinline__ void scale_tokens(u32 (&scaled)[16], float (&O)[32], const float (&X)[32], const Scalars& scalar, int t) {
 #pragma unroll
     for (int i = 0; i < 16; i++) {
         const int token = i / 2 * 8 + t % 4 * 2;
@@ -99,17 +74,58 @@ __device__ __forceinline__ void state_chunk(const WalkParams& p, WalkSmem& sm, f
             O[i * 2] *= gam.x, O[i * 2 + 1] *= gam.y;
         }
     }
+}
 
-    wgmma_fence();  // S^T += (e Vn)^T K, O^T += Vn^T P^T
+// S^T += (e Vn)^T K and O^T += Vn^T P^T, under way.
+__device__ __forceinline__ void write_state(const Tiles& tiles, int s, float (&S)[64], float (&O)[32], const u32 (&scaled)[16], const u32 (&plain)[16]) {
+    const u32 k = smem_addr(tiles.k[s]);
+    wgmma_fence();
 #pragma unroll
     for (int i = 0; i < 4; i++) wgmma_rs128_mn(S, scaled + i * 4, descriptor(k + i * 2048, HALF / 16, 64));
     wgmma_commit();
 #if EMIT_O
-    const u32 pp = smem_addr(sm.tiles.p[s]);
+    const u32 pp = smem_addr(tiles.p[s]);
 #pragma unroll
     for (int i = 0; i < 4; i++) wgmma_rs64(O, plain + i * 4, descriptor(pp + i * 32, 1, 64), 1);
     wgmma_commit();
 #endif
+}
+
+// X = W^T T^T = Vn^T, while the state decays.
+__device__ __forceinline__ void solve(const Tiles& tiles, int s, float (&X)[32], float (&S)[64], const u32 (&w)[16], float decay) {
+    const u32 tt = smem_addr(tiles.t[s]);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < 4; i++) wgmma_rs64(X, w + i * 4, descriptor(tt + i * 32, 1, 64), i > 0);
+    wgmma_commit();
+#pragma unroll
+    for (int i = 0; i < 64; i++) S[i] *= decay;
+    wgmma_wait<0>();
+}
+
+__device__ __forceinline__ void state_chunk(const WalkParams& p, WalkSmem& sm, float (&S)[64], const Item& item, int c, int half, int t) {
+    const int s = c % STAGES;
+    const Scalars& scalar = sm.signals.scalars[s];
+    u32 state[32], values[16] = {}, w[16], plain[16], scaled[16];
+    float U[32], O[32], X[32];
+#pragma unroll
+    for (int i = 0; i < 32; i++) state[i] = pack(S[2 * i], S[2 * i + 1]);
+    barrier_wait(&sm.signals.ready[s], c / STAGES & 1);
+    read_state(sm.tiles, s, state, U, O);
+#if HAS_V
+    load_transposed(values, sm.tiles.v[s] + half * HALF, t);
+#endif
+    wgmma_wait<EMIT_O>();
+#if EMIT_S
+    if (t == 0) bulk_wait_read<0>();
+    half_barrier(half);
+    emit_state(p, sm.image[half], state, item, item.first_chunk + c, half, t);
+#endif
+    residual(w, values, U, scalar, t);
+    solve(sm.tiles, s, X, S, w, scalar.decay);
+    if (EMIT_O || EMIT_S) pack_all(plain, X);
+    scale_tokens(scaled, O, X, scalar, t);
+    write_state(sm.tiles, s, S, O, scaled, plain);
 #if EMIT_S
     emit_output(p, sm, plain, item, scalar.chunk, half, t);
 #endif
