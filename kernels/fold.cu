@@ -114,43 +114,70 @@ __device__ __forceinline__ bool has_value(const MapTile& m) {
     return bits << 1;  // -0 is zero
 }
 
+// What a block reads of its chain and head: `mine` is where this thread's 8 numbers lie in a state.
+struct Reader {
+    const FoldParams& p;
+    int head, last, mine;
+    Rows at;
+    __device__ __forceinline__ Hop hop(int i) const { return i < last ? p.hops[i] : Hop{0, 0, 0, -1}; }
+    __device__ __forceinline__ bool dropped(int map) const { return p.dropped[static_cast<long long>(map) * p.heads + head]; }
+    __device__ __forceinline__ bool live(const Hop& hop) const { return hop.map >= 0 && !(p.dropped && dropped(hop.map)); }
+    __device__ __forceinline__ void offset(float (&to)[8], const Hop& hop) const {
+        if (!p.offsets) return;
+        const float* from = p.offsets + at(hop.offset) + mine;
+        unpack(to, 0, as_float4(from)), unpack(to, 4, as_float4(from + 4));
+    }
+};
+
+__device__ __forceinline__ void copy_map(MapTile& to, const MapTile& from) {
+#pragma unroll
+    for (int k = 0; k < 8; k++)
+#pragma unroll
+        for (int j = 0; j < 8; j++) to[k][j] = from[k][j];
+}
+
+__device__ __forceinline__ void copy_row(float (&to)[8], const float (&from)[8]) {
+#pragma unroll
+    for (int c = 0; c < 8; c++) to[c] = from[c];
+}
+__device__ __forceinline__ void turn_map(MapTile& map, int turn) {
+#pragma unroll
+    for (int k = 0; k < 8; k++) turn_rows(map[k], turn);
+}
+
+// The new state: to global memory, and into the half of the buffer that nobody reads any more.
+__device__ __forceinline__ void store_state(float* to, float* column, float (&out)[8], const float (&offset)[8]) {
+#pragma unroll
+    for (int c = 0; c < 8; c++) column[c * STRIDE] = out[c] += offset[c];
+    *reinterpret_cast<float4*>(to) = make_float4(out[0], out[1], out[2], out[3]);
+    *reinterpret_cast<float4*>(to + 4) = make_float4(out[4], out[5], out[6], out[7]);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) fold(const __grid_constant__ FoldParams p) {
     __shared__ __align__(16) FoldSmem sm;
     const int t = threadIdx.x, lane = t % 32, head = blockIdx.y, chain = blockIdx.x / (K / COLUMNS), block = blockIdx.x % (K / COLUMNS);
     const Role role{lane % 16, t / 32 * 16 + lane / 16 * 8, lane / 2 % 8, lane % 2};
     const Rows at{static_cast<long long>(p.heads) * K * K, static_cast<long long>(head) * K * K};
-    const int mine = (role.rows + role.turn) * K + block * COLUMNS + role.right * 8;  // the 8 numbers that this thread writes
-    const int last = p.chains[chain + 1];
-    // Hops are read three ahead, flags two, maps and offsets one: nothing waits for what it has just asked for.
-    auto hop_at = [&](int i) { return i < last ? p.hops[i] : Hop{0, 0, 0, -1}; };
-    auto is_live = [&](const Hop& hop) { return hop.map >= 0 && !(p.dropped && p.dropped[static_cast<long long>(hop.map) * p.heads + head]); };
-    auto load_offset = [&](float (&to)[8], const Hop& hop) {
-        if (!p.offsets) return;
-        const float* from = p.offsets + at(hop.offset) + mine;
-        unpack(to, 0, as_float4(from)), unpack(to, 4, as_float4(from + 4));
-    };
+    const Reader read{p, head, p.chains[chain + 1], (role.rows + role.turn) * K + block * COLUMNS + role.right * 8, at};
     const bool composing = !p.offsets && p.dropped;
     int h = p.chains[chain], held = -1, current = 0;
     MapTile map, next;
-    Hop hop = hop_at(h), following = hop_at(h + 1), third = hop_at(h + 2);
-    bool live = is_live(hop), following_live = is_live(following), state_live = true;  // the last is known when composing
+    // Hops are read three ahead, flags two, maps and offsets one: nothing waits for what it has just asked for.
+    Hop hop = read.hop(h), following = read.hop(h + 1), third = read.hop(h + 2);
+    bool live = read.live(hop), following_live = read.live(following), state_live = true;  // the last is known when composing
     float next_offset[8] = {};
     if (live) load_map(next, p.maps + at(hop.map), role);
-    load_offset(next_offset, hop);
-    for (; h < last; h++) {
-#pragma unroll
-        for (int k = 0; k < 8; k++)
-#pragma unroll
-            for (int j = 0; j < 8; j++) map[k][j] = next[k][j];
+    read.offset(next_offset, hop);
+    for (; h < read.last; h++) {
+        copy_map(map, next);
         if (following_live) load_map(next, p.maps + at(following.map), role);
-        const bool third_live = is_live(third);
-        const Hop fourth = hop_at(h + 3);
+        const bool third_live = read.live(third);
+        const Hop fourth = read.hop(h + 3);
         float offset[8], out[8] = {};
-#pragma unroll
-        for (int c = 0; c < 8; c++) offset[c] = next_offset[c];
-        if (h + 1 < last) load_offset(next_offset, following);
+        copy_row(offset, next_offset);
+        if (h + 1 < read.last) read.offset(next_offset, following);
         if (composing) {
-            if (hop.src != held) state_live = !p.dropped[static_cast<long long>(hop.src) * p.heads + head];
+            if (hop.src != held) state_live = !read.dropped(hop.src);
             state_live = live = live && state_live;
         }
         if (__syncthreads_or(live && (p.dropped || has_value(map)))) {
@@ -158,20 +185,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) fold(const __grid_const
                 fetch_state(sm.state[current], p.states + at(hop.src) + block * COLUMNS, t);
                 __syncthreads();
             }
-#pragma unroll
-            for (int k = 0; k < 8; k++) turn_rows(map[k], role.turn);
+            turn_map(map, role.turn);
             product(out, map, sm.state[current], role);
         }
         if (composing && block == 0 && t == 0) p.dropped[static_cast<long long>(hop.dst) * p.heads + head] = !state_live;
-        float* to = p.states + at(hop.dst) + mine;
         current ^= 1, held = hop.dst;  // who reads the other half of the buffer is behind the barrier above
+        float* column = sm.state[current] + role.right * 8 * STRIDE + role.rows + role.turn;
+        store_state(p.states + at(hop.dst) + read.mine, column, out, offset);
         hop = following, live = following_live, following = third, following_live = third_live, third = fourth;
-#pragma unroll
-        for (int c = 0; c < 8; c++) {
-            out[c] += offset[c];
-            sm.state[current][(role.right * 8 + c) * STRIDE + role.rows + role.turn] = out[c];
-        }
-        *reinterpret_cast<float4*>(to) = make_float4(out[0], out[1], out[2], out[3]);
-        *reinterpret_cast<float4*>(to + 4) = make_float4(out[4], out[5], out[6], out[7]);
     }
 }
