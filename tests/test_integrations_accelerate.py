@@ -140,6 +140,12 @@ REFUSED_BATCHES: list[tuple[dict[str, Any], Any, str]] = [
     ({"input_ids": IDS[:1], "position_ids": RESTART}, None, "position 0 inside a row.*cu_seqlens="),
     ({"input_ids": IDS}, [0, 12], "got it with 2 rows"),
     ({"input_ids": IDS[:1]}, [0, 11], "ends at 11, expected 12"),
+    ({"input_ids": IDS[:1]}, [0, 13], "ends at 13, expected 12"),
+    ({"input_ids": IDS[:1]}, [0, 6], "boundaries are those of the whole row"),
+    ({"input_ids": IDS[:1]}, [1, 12], "cu_seqlens: starts at 1, expected 0"),
+    ({"input_ids": IDS[:1]}, [0, 8, 4, 12], "cu_seqlens: decreases from 8 to 4"),
+    ({"input_ids": IDS[:1]}, torch.tensor([[0, 12], [0, 12]]), r"cu_seqlens: got shape \[2, 2\]"),
+    ({"input_ids": IDS[:1], "cu_seq_lens_q": torch.tensor([0, 12]).short()}, None, "got dtype torch.int16"),
     ({"input_ids": IDS[:1]}, torch.tensor([0.0, 12.0]), "cu_seqlens: got dtype torch.float32"),
     ({"input_ids": IDS, "position_ids": torch.arange(11).expand(2, 11)}, None, r"position_ids: got shape \[2, 11\]"),
 ]
@@ -149,6 +155,14 @@ REFUSED_BATCHES: list[tuple[dict[str, Any], Any, str]] = [
 def test_a_batch_that_cannot_be_cut_is_refused_with_a_way_out(batch: dict[str, Any], bounds: Any, text: str) -> None:
     with pytest.raises((TypeError, ValueError), match=text):
         local_batches(batch, 2, bounds)
+
+
+@pytest.mark.parametrize("make", [list, torch.tensor, lambda x: torch.tensor(x, dtype=torch.int32)[None]])
+def test_boundaries_of_any_kind_and_of_one_document_cut_alike(make: Any) -> None:
+    batch = {"input_ids": IDS[:1], "labels": IDS[:1]}
+    packed = local_batches({**batch, "cu_seq_lens_q": make([0, 12])}, 2)
+    for got, want in zip(packed, local_batches(batch, 2), strict=True):
+        assert all(torch.equal(got[name], want[name]) for name in want)
 
 
 def test_right_padding_whose_positions_count_from_zero_again_is_no_packing() -> None:

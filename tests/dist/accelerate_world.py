@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -10,7 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.dist.hybrid_models import LAYERS, STEPS, Batch, Case, Run, batches_of, build, make_optimizer
+from tests.dist.hybrid_models import (
+    LAYERS,
+    STEPS,
+    WRAPPERS,
+    Batch,
+    Case,
+    Run,
+    batches_of,
+    build,
+    make_optimizer,
+    model_of,
+    trained_of,
+)
 from tests.dist.logged import logged
 
 
@@ -46,6 +59,8 @@ def fsdp_plugin(case: Case) -> Any:
         cpu_ram_efficient_loading=False,
         activation_checkpointing=case.checkpointing == "fsdp",
         state_dict_type="SHARDED_STATE_DICT",
+        # Accelerate sets it from its own mixed_precision before the config above has made it an FSDP run.
+        mixed_precision_policy=None if case.precision == "no" else case.precision,
     )
 
 
@@ -66,6 +81,7 @@ def accelerator_of(case: Case, rank: int, *, through_config: bool = False) -> It
             fsdp_plugin=plugin,
             gradient_accumulation_steps=case.accumulate,
             mixed_precision=case.precision,
+            dynamo_backend=case.compiler or None,
         )
         try:
             yield accelerator
@@ -101,7 +117,7 @@ def train_together(case: Case, rank: int) -> Run:
     with accelerator_of(case, rank) as accelerator, logged() as lines:
         options = {"layout": case.layout, **case.options}
         plugin.enable(accelerator, **options)
-        model = build(case.family)
+        model = model_of(case)
         if case.checkpointing == "model":
             model.gradient_checkpointing_enable({"use_reentrant": False})
         model, optimizer = accelerator.prepare(model, make_optimizer(model))
@@ -112,22 +128,18 @@ def train_together(case: Case, rank: int) -> Run:
             items = plugin.count_tokens(accelerator, batches)
             losses.append(sum(one_batch(accelerator, model, batch, items) for batch in batches))
             if step == 0:
-                grads = {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
+                grads = {name: whole(parameter.grad) for name, parameter in trained_of(model).items()}
             norms.append(float(whole(accelerator.clip_grad_norm_(model.parameters(), 1e9))))
             optimizer.step()
             optimizer.zero_grad()
+        # Before a forward without backward, which leaves FSDP's last weights gathered, and in the dtype of the forward.
+        weights = {name: whole(parameter) for name, parameter in trained_of(model).items()}
+        keys = [re.sub(WRAPPERS, "", name) for name in model.state_dict()]
         # Without flash-linear-attention the original layers refuse packed rows.
         ways = (True, False) if case.rows else (True, True)
         evaluated = [evaluate(accelerator, model, case, rank // case.cp, sharded) for sharded in ways]
-        weights = {name: whole(parameter) for name, parameter in model.named_parameters()}
-        plain = {name.replace("_checkpoint_wrapped_module.", ""): name for name in weights}
     return Run(
-        losses=losses,
-        norms=norms,
-        evaluated=evaluated,
-        grads={name: grads[wrapped] for name, wrapped in plain.items()},
-        weights={name: weights[wrapped] for name, wrapped in plain.items()},
-        lines=lines,
+        losses=losses, norms=norms, evaluated=evaluated, grads=grads, weights=weights, keys=keys, lines=lines
     )
 
 

@@ -6,6 +6,7 @@ Nothing here imports accelerate or transformers before a worker calls it: that t
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -25,6 +26,7 @@ class Case:
 
     rows: B of unpacked batches, 0 for packed ones. accumulate: micro-batches of a step. checkpointing: "fsdp" by
     Accelerate, "model" by the model, "" none. labels: which are ignored. padded: rows are padded on the right.
+    adapters: train PEFT's low-rank adapters alone. compiler: backend of torch.compile, "" to run eagerly.
     """
 
     family: str = "qwen3_next"
@@ -37,6 +39,8 @@ class Case:
     labels: str = "unequal"
     padded: bool = False
     precision: str = "no"
+    adapters: bool = False
+    compiler: str = ""
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -49,6 +53,7 @@ class Run:
     """What training gave: per step the mean loss and the gradient norm, gradients of step 0, weights at the end.
 
     evaluated: the mean loss of step 0's batches after training, as often as it was taken. lines: what was logged.
+    grads, weights: of the parameters that were trained. keys: of the state dict.
     """
 
     losses: list[float]
@@ -56,6 +61,7 @@ class Run:
     evaluated: list[float]
     grads: dict[str, Tensor]
     weights: dict[str, Tensor]
+    keys: list[str]
     lines: list[str]
 
 
@@ -79,6 +85,25 @@ def build(family: str, **changes: Any) -> Any:
     return with_long_memory(model)
 
 
+def model_of(case: Case) -> Any:
+    """The model of a case, with adapters on its recurrent layers' projections if they are what is trained."""
+    model = build(case.family)
+    if not case.adapters:
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(1)
+    # Random ones, for at PEFT's own start, zeros, half of the gradients are zeros too.
+    return get_peft_model(model, LoraConfig(r=4, target_modules=ADAPTED[case.family], init_lora_weights=False))
+
+
+def trained_of(model: Any) -> dict[str, Any]:
+    """The parameters that are trained, by the names that they have before anything is wrapped."""
+    names = {name: re.sub(WRAPPERS, "", name) for name, parameter in model.named_parameters() if parameter.requires_grad}
+    parameters = dict(model.named_parameters())
+    return {plain: parameters[name] for name, plain in names.items()}
+
+
 @torch.no_grad()
 def with_long_memory(model: Any) -> Any:
     """Gates that keep states over many tokens; fresh ones forget them at once, and gradients of gates are rounding."""
@@ -88,6 +113,11 @@ def with_long_memory(model: Any) -> Any:
     return model
 
 
+WRAPPERS = r"_checkpoint_wrapped_module\.|_orig_mod\."
+ADAPTED = {
+    "qwen3_next": ["in_proj_qkvz", "in_proj_ba", "out_proj"],
+    "qwen3_5": ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"],
+}
 LAYERS = {"qwen3_next": "Qwen3NextDecoderLayer", "qwen3_5": "Qwen3_5DecoderLayer"}
 
 
@@ -120,7 +150,7 @@ def batches_of(case: Case, step: int, dp_rank: int) -> list[Batch]:
 
 
 def alone(_rank: int, _world: int, case: Case) -> Run:
-    return train_alone(case.family, [step_batches(case, step) for step in range(STEPS)])
+    return train_alone(case, [step_batches(case, step) for step in range(STEPS)])
 
 
 def step_batches(case: Case, step: int) -> list[Batch]:
@@ -128,23 +158,24 @@ def step_batches(case: Case, step: int) -> list[Batch]:
     return [batch for dp_rank in range(case.dp) for batch in batches_of(case, step, dp_rank)]
 
 
-def train_alone(family: str, steps: list[list[Batch]]) -> Run:
+def train_alone(case: Case, steps: list[list[Batch]]) -> Run:
     """The specification: every document by itself, the mean over all trained tokens of a step."""
-    model = build(family)
+    model = model_of(case)
     optimizer = make_optimizer(model)
     losses, norms, grads = [], [], {}
     for batches in steps:
         loss = mean_loss(model, batches)
         loss.backward()
-        grads = grads or {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+        grads = grads or {name: parameter.grad.clone() for name, parameter in trained_of(model).items()}
         losses.append(float(loss.detach()))
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)))
         optimizer.step()
         optimizer.zero_grad()
     with torch.no_grad():
         evaluated = [float(mean_loss(model, steps[0]))]
-    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    return Run(losses=losses, norms=norms, evaluated=evaluated, grads=grads, weights=weights, lines=[])
+    weights = {name: parameter.detach().clone() for name, parameter in trained_of(model).items()}
+    keys = list(model.state_dict())
+    return Run(losses=losses, norms=norms, evaluated=evaluated, grads=grads, weights=weights, keys=keys, lines=[])
 
 
 def mean_loss(model: Any, batches: list[Batch]) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import re
 from functools import cache
@@ -9,10 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from packaging.version import Version
 from torch import Tensor
 
 from tests.dist import pool
-from tests.dist.accelerate_refusals import REFUSALS, refused
+from tests.dist.accelerate_refusals import REFUSALS, refused, without_enable
 from tests.dist.accelerate_scripts import held_out_loss, scripts
 from tests.dist.accelerate_trainer import packed_alone, trained
 from tests.dist.accelerate_world import disabled, together
@@ -33,6 +35,7 @@ CASES = {
     "contiguous": Case(layout="contiguous", options={"exchange": "a2a"}),
     "data parallel rows": Case(rows=3, dp=2, accumulate=3),
     "data parallel, packed": Case(family="qwen3_5", rows=0, dp=2, checkpointing="fsdp"),
+    "one rank": Case(cp=1, accumulate=3),
     "four ranks, rows": Case(rows=3, cp=4, checkpointing="fsdp"),
     "four ranks, packed, accumulated": Case(family="qwen3_5", rows=0, cp=4, accumulate=3),
 }
@@ -53,6 +56,10 @@ def trained_alone(name: str) -> Run:
     case = CASES[name]
     (run,) = pool.run(1, alone, case, timeout=180)
     return run
+
+
+def older(package: str, version: str) -> bool:
+    return Version(importlib.metadata.version(package)) < Version(version)
 
 
 def error(got: Tensor, want: Tensor) -> float:
@@ -93,7 +100,9 @@ def all_refused() -> list[list[tuple[str, str]]]:
 
 @pytest.mark.parametrize("number", range(len(REFUSALS)), ids=[function.__name__ for function, _, _ in REFUSALS])
 def test_what_cannot_be_is_refused_on_every_rank_by_a_message(number: int) -> None:
-    _, kind, text = REFUSALS[number]
+    function, kind, text = REFUSALS[number]
+    if function is without_enable and older("accelerate", "1.15"):
+        pytest.skip("Accelerate trains these models wrongly before 1.15, and says nothing")
     for name, said in (of_rank[number] for of_rank in all_refused()):
         assert name == kind, said
         assert re.search(text, said, re.DOTALL), said
@@ -104,12 +113,6 @@ def test_after_disable_whole_batches_train_as_before_and_nothing_is_left_behind(
     for loss, clean in pool.run(2, disabled):
         assert loss == pytest.approx(want, rel=LIMIT)
         assert clean
-
-
-def test_mixed_precision_trains_in_bf16_and_keeps_fp32_weights_and_gradients() -> None:
-    (got, *_), want = pool.run(2, together, [Case(precision="bf16")], timeout=180)[0], trained_alone("a row")
-    assert got.losses == pytest.approx(want.losses, rel=1e-2)
-    assert {x.dtype for x in (*got.grads.values(), *got.weights.values())} == {torch.float32}
 
 
 # ---- Trainer and scripts ---------------------------------------------------------------------------------------------
@@ -159,6 +162,7 @@ def test_what_the_loop_example_saved_on_four_ranks_goes_on_with_another_split_an
     assert saved == pytest.approx(alone_loss, rel=LIMIT)
 
 
+@pytest.mark.skipif(older("transformers", "5.16"), reason="Trainer does not split rows in an evaluation before 5.16")
 def test_the_trainer_example_trains_packed_rows_on_two_ranks(tmp_path: Path) -> None:
     call = [str(EXAMPLES / "finetune_trainer.py"), *SMALL, "--packed", "--out", str(tmp_path)]
     pool.run(2, scripts, Case(), [call], {}, timeout=180)
