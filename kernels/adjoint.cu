@@ -116,22 +116,7 @@ __device__ __forceinline__ void adjoint_chunk(const WalkParams& p, AdjointSmem& 
 extern "C" __device__ const int shared_bytes = sizeof(AdjointSmem);  // asked for at the launch
 
 extern "C" __global__ void __launch_bounds__(384, 1) adjoint(const __grid_constant__ WalkParams p) {
-    extern __shared__ __align__(1024) char raw[];
-    AdjointSmem& sm = *reinterpret_cast<AdjointSmem*>(raw);
-    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), t = threadIdx.x % 128;
-    Item item = p.items[blockIdx.x];
-    const int hidden = trim(p, item);
-    init_signals(sm.signals);
-    if (warpgroup == 0) {
-        registers_dec<AUX_REGISTERS>();
-        if (item.chunks > 0) auxiliary(p, sm.tiles, sm.signals, item, t);
-    } else {
-        registers_inc<STATE_REGISTERS>();
-        const int half = warpgroup - 1;
-        float dS[64];
-        start_state(p, dS, item, hidden == 0 && p.start, half, t, [](int) { return 0.f; });
-        for (int c = 0; c < item.chunks; c++) adjoint_chunk(p, sm, dS, item, c, half, t);
-        if (EMIT) bulk_wait<0>();
-        end_state(p, dS, item, half, t);
-    }
+    run_item<true, EMIT, AdjointSmem>(
+        p, [](const Item&, int) { return 0.f; },
+        [&](AdjointSmem& sm, float (&dS)[64], const Item& item, int c, int half, int t) { adjoint_chunk(p, sm, dS, item, c, half, t); });
 }

@@ -287,3 +287,27 @@ __device__ __forceinline__ int trim(const WalkParams& p, Item& item) {
     item.chunks -= hidden;
     return hidden;
 }
+
+// A block's work: its item without the chunks that decay hides. GIVEN: a start state may be given, `otherwise` says what a state is
+// without one. EMITS: the chunks leave copies under way.
+template <bool GIVEN, bool EMITS, typename Smem, typename Default, typename Chunk>
+__device__ __forceinline__ void run_item(const WalkParams& p, Default otherwise, Chunk chunk) {
+    extern __shared__ __align__(1024) char raw[];
+    Smem& sm = *reinterpret_cast<Smem*>(raw);
+    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), t = threadIdx.x % 128;
+    Item item = p.items[blockIdx.x];
+    const int hidden = trim(p, item);
+    init_signals(sm.signals);
+    if (warpgroup == 0) {
+        registers_dec<AUX_REGISTERS>();
+        if (item.chunks > 0) auxiliary(p, sm.tiles, sm.signals, item, t);
+    } else {
+        registers_inc<STATE_REGISTERS>();
+        const int half = warpgroup - 1;
+        float state[64];
+        start_state(p, state, item, GIVEN && hidden == 0 && p.start, half, t, [&](int at) { return otherwise(item, at); });
+        for (int c = 0; c < item.chunks; c++) chunk(sm, state, item, c, half, t);
+        if (EMITS) bulk_wait<0>();
+        end_state(p, state, item, half, t);
+    }
+}

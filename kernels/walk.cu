@@ -143,22 +143,7 @@ __device__ __forceinline__ void state_chunk(const WalkParams& p, WalkSmem& sm, f
 extern "C" __device__ const int shared_bytes = sizeof(WalkSmem);  // asked for at the launch
 
 extern "C" __global__ void __launch_bounds__(384, 1) walk(const __grid_constant__ WalkParams p) {
-    extern __shared__ __align__(1024) char raw[];
-    WalkSmem& sm = *reinterpret_cast<WalkSmem*>(raw);
-    const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), t = threadIdx.x % 128;
-    Item item = p.items[blockIdx.x];
-    const int hidden = trim(p, item);
-    init_signals(sm.signals);
-    if (warpgroup == 0) {
-        registers_dec<AUX_REGISTERS>();
-        if (item.chunks > 0) auxiliary(p, sm.tiles, sm.signals, item, t);
-    } else {
-        registers_inc<STATE_REGISTERS>();
-        const int half = warpgroup - 1;
-        float S[64];
-        start_state(p, S, item, HAS_V && hidden == 0 && p.start, half, t, [&](int at) { return !HAS_V && item.chunks > 0 && at / K == at % K ? 1.f : 0.f; });
-        for (int c = 0; c < item.chunks; c++) state_chunk(p, sm, S, item, c, half, t);
-        if (EMIT_O || EMIT_S) bulk_wait<0>();
-        end_state(p, S, item, half, t);
-    }
+    run_item<HAS_V, EMIT_O || EMIT_S, WalkSmem>(
+        p, [](const Item& item, int at) { return !HAS_V && item.chunks > 0 && at / K == at % K ? 1.f : 0.f; },
+        [&](WalkSmem& sm, float (&S)[64], const Item& item, int c, int half, int t) { state_chunk(p, sm, S, item, c, half, t); });
 }
