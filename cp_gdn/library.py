@@ -131,11 +131,12 @@ def _(*args: Any) -> Outputs:
 
     owner, keep = ctx.routes.forward_owner, options.keeps_maps
     shapes = ctx.backend.kept_shapes(ctx.heads[0], ctx.state_shape, l2norm=l2norm) if options.keeps_tapes else {}
+    segments = len(ctx.plan.segments) if ctx.kernels is None else ctx.kernels.saved_rows(initial=initial is not None)
     owned = owner.owned_shape(ctx.rank, ctx.world_size, ctx.state_shape) if keep and owner else (0,)
     return (
         v.new_empty(v.shape),
         state(len(ctx.plan.exit_docs), ctx.heads[1], *ctx.head_dims),
-        state(len(ctx.plan.segments), *ctx.state_shape) if options.keeps_states else state(0),
+        state(segments, *ctx.state_shape) if options.keeps_states else state(0),
         state(ctx.schedule.num_maps, value_heads, key_dim, key_dim) if keep else state(0),
         state(*owned),
         state(sum(math.prod(shape) for shape in shapes.values())),
@@ -156,8 +157,8 @@ def backward_op(
     x, ctx = token_rows(inputs, scale, l2norm), context_of(handle)
     saved = Saved(
         inputs=x,
-        states=none_if_empty(states),
-        maps=none_if_empty(maps),
+        states=states if ctx.options.keeps_states else None,
+        maps=maps if ctx.options.keeps_maps else None,
         owned=none_if_empty(owned),
         has_initial=has_initial,
         initial=initial[0] if initial else None,

@@ -112,10 +112,6 @@ __device__ __forceinline__ void add_pairs(GradSmem& sm, const Place& at, float (
     if (t % 32 == 0) barrier_arrive(&sm.pairs_free);
 }
 
-__device__ __forceinline__ void half_barrier(int half) {
-    if (half == 0) named_barrier<2, 128>(); else named_barrier<3, 128>();
-}
-
 // y . dy of this half's columns of every row, for both halves to see.
 __device__ __forceinline__ void dot_along(float* out, const float (&x)[32], const char* rows, int t) {
     const u32 at = fresh_addr(rows) + swizzled(t / 32 * 16 + t % 32 / 4, t % 4 * 4);

@@ -1,8 +1,7 @@
 // What the warpgroups of `grad` share: parameters, shared memory, the order of the steps, and the helper warps that copy ahead and
 // write the gradients of gate and beta.
 #pragma once
-#include <cuda_bf16.h>
-#include "ptx.cuh"
+#include "chunk.cuh"
 
 #ifndef GROUP
 #define GROUP 3
@@ -10,9 +9,8 @@
 #ifndef L2NORM
 #define L2NORM 0
 #endif
-constexpr int C = 64, K = 128, TILE = C * K * 2, HALF = TILE / 2, SQUARE = C * C * 2, IMAGE = K * K * 2;
 constexpr int HELPER_REGISTERS = 56, WORKER_REGISTERS = 152;
-constexpr float LOG2_E = 1.4426950408889634f, GATE_FLOOR = -104.f, BETA_FLOOR = 0x1p-40f;  // as in tiles.cuh
+constexpr float BETA_FLOOR = 0x1p-40f;  // as in inverse.cuh
 
 struct GradParams {
     TensorMap k, q, dout, dv, dq_map, dk_map;  // [tokens, heads, 128] bf16, boxes of 64 channels x 1 head x 64 tokens

@@ -6,16 +6,11 @@
 // Rows beyond a partial chunk's tokens are zeroed in shared memory before any product reads them, and never written.
 // The file that includes this says: HAS_Q (q and Q K^T are read), HAS_V (a [T, HV, 128] input, v or dO, is read), REVERSE.
 #pragma once
-#include <cuda_bf16.h>
 #include <cuda_fp16.h>
-#include "ptx.cuh"
+#include "chunk.cuh"
 
-constexpr int C = 64, K = 128;
 constexpr int STAGES = 3;  // of tiles and scalars
-constexpr int TILE = C * K * 2, SQUARE = C * C * 2, HALF = TILE / 2, IMAGE = K * K * 2;
 constexpr int AUX_REGISTERS = 88, STATE_REGISTERS = 208;
-constexpr float LOG2_E = 1.4426950408889634f;
-constexpr float GATE_FLOOR = -104.f;      // exp of it is 0 in fp32
 
 struct Item { int first_chunk, chunks, head, segment; };
 
@@ -208,9 +203,6 @@ __device__ __forceinline__ void auxiliary(const WalkParams& p, Tiles& sm, Signal
 
 // ---- warpgroups 1 and 2: the state's way in and out -----------------------------------------------------------------
 // Fragments of a transposed [128 x n] matrix: rows are value columns half * 64 + warp * 16 + lane / 4 (+ 8), pairs run along n.
-__device__ __forceinline__ void half_barrier(int half) {
-    if (half == 0) named_barrier<2, 128>(); else named_barrier<3, 128>();
-}
 __device__ __forceinline__ int state_offset(int i, int half, int warp, int lane) {
     return (i / 4 * 8 + lane % 4 * 2 + (i & 1)) * K + half * 64 + warp * 16 + lane / 4 + (i >> 1 & 1) * 8;
 }

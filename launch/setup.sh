@@ -65,7 +65,7 @@ install_package() {
     fi
     say "installing the package with [$extra]"
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check ${isolation[@]+"${isolation[@]}"} \
-        -c "$pins" -e "$root[$extra]"
+        -c "$pins" -e "${root}[$extra]"
 }
 
 prepare_venv() {

@@ -156,15 +156,21 @@ def test_every_form_ends_over_a_process_group_with_the_bits_of_the_twin(name: st
     assert_step(name, pool.run(2, on_rank, name, "a2a", timeout=60.0), plain_steps(2, "a2a"))
 
 
-def only_the_op(comm: Comm) -> None:
-    """A region that ends with the op: the recompute is stopped while the op saves its tensors."""
+def only_the_op(comm: Comm) -> list[Tensor]:
+    """The gradient of q after each of two steps of a region that ends with the op: its recompute is stopped while the
+    op saves its tensors."""
     ctx = make_context(comm, None, "ring")
-    q, k, v = (torch.ones(ctx.num_tokens, n, 16, requires_grad=True) for n in (1, 1, 2))
-    g, beta = (torch.zeros(ctx.num_tokens, 2, requires_grad=True) for _ in range(2))
+    q, k, v = (torch.full((ctx.num_tokens, n, 16), 0.25, requires_grad=True) for n in (1, 1, 2))
+    g, beta = (torch.full((ctx.num_tokens, 2), x, requires_grad=True) for x in (-0.1, 0.5))
+    found = []
     for _ in range(2):
         o = once_more(lambda *tensors: chunk_gated_delta_rule(*tensors, ctx=ctx)[0], q, k, v, g, beta)
         o.sum().backward()
+        found.append(q.grad.clone())
+    return found
 
 
 def test_stopping_a_recompute_early_is_not_taken_for_a_failure() -> None:
-    twin(2, only_the_op)
+    for first, both in twin(2, only_the_op):
+        assert first.any()
+        assert torch.equal(both, 2 * first)

@@ -167,7 +167,11 @@ def test_boundaries_of_any_kind_and_of_one_document_cut_alike(make: Any) -> None
 
 def test_right_padding_whose_positions_count_from_zero_again_is_no_packing() -> None:
     positions = torch.where(RIGHT.bool(), torch.arange(12), 0)
-    local_batches({"input_ids": IDS, "attention_mask": RIGHT, "position_ids": positions}, 2)
+    padded = {"input_ids": IDS, "attention_mask": RIGHT}
+    for got, want in zip(
+        local_batches({**padded, "position_ids": positions}, 2), local_batches(padded, 2), strict=True
+    ):
+        assert torch.equal(got["input_ids"], want["input_ids"])
 
 
 @pytest.mark.parametrize("name", ["pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw"])

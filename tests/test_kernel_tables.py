@@ -8,12 +8,15 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cp_gdn
-from cp_gdn import Comm, Options, build_context, chunk_gated_delta_rule, partition, twin
+from cp_gdn import Comm, Options, build_context, chunk_gated_delta_rule, library, partition, twin
 from cp_gdn.backends import hopper_mirror
 from cp_gdn.backends.hopper_hops import chain_of_hop, kernel_hops, packed
 from cp_gdn.chains import Hops
+from cp_gdn.context import Context
+from cp_gdn.saved import InputGradients, Saved
 from tests.kernel_double import doubles
 
 torch.set_num_threads(1)
@@ -158,3 +161,31 @@ def test_bytes_and_workspaces_of_a_kernel_context_are_refused_not_guessed() -> N
         room = cp_gdn.Workspace(1024)
         with pytest.raises(NotImplementedError, match="workspaces"):
             chunk_gated_delta_rule(*(x[name] for name in NAMES), ctx=ctx, workspace=room)
+
+
+@pytest.mark.parametrize("segments", [1, 2])
+@pytest.mark.parametrize("initial", [True, False])
+@pytest.mark.parametrize("options", [Options(), Options(save_transfer=False), Options(boundary="recompute")])
+def test_the_operator_has_the_shapes_that_a_compiler_was_told_and_its_backward_gets_what_is_kept(
+    segments: int, initial: bool, options: Options
+) -> None:
+    x, got = inputs(), []
+
+    def backward(ctx: Context, dout: Tensor, dfinal: Tensor, saved: Saved) -> InputGradients:
+        got.append(saved)
+        of_inputs = {name: torch.zeros_like(getattr(saved.inputs, name)) for name in NAMES}
+        return InputGradients(**of_inputs, initial_state=torch.zeros_like(x["initial"]) if initial else None)
+
+    with doubles(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library, "run_backward", backward)
+        part = partition(BOUNDS, 1, "contiguous")
+        ctx = build_context(part, Comm.alone(), heads=HEADS, segments=segments, options=options)
+        leaves = [x[name].clone().requires_grad_() for name in NAMES]
+        call = [*leaves, x["initial"] if initial else None, ctx.handle, 128**-0.5, False]
+        real = library.forward_op(*call)
+        with FakeTensorMode() as mode:
+            told = library.forward_op(*(mode.from_tensor(a) if isinstance(a, Tensor) else a for a in call))
+        assert [a.shape for a in real] == [a.shape for a in told]
+        torch.autograd.grad(real[0], leaves, x["dout"])
+    assert (got[0].states is not None) == options.keeps_states  # also where there are no rows of them
+    assert (got[0].maps is not None) == options.keeps_maps

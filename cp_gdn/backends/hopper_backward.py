@@ -76,6 +76,10 @@ class HopperKernels:
             kernels=kernels,
         )
 
+    def saved_rows(self, *, initial: bool) -> int:
+        """Rows of the states that a forward keeps, by whether an initial state came in."""
+        return self.forward.tables.num_rows[initial]
+
     def backward(
         self, comm: Comm, x: Inputs, given: tuple[Tensor | None, Tensor | None], boundary: Boundary, *, initial: bool
     ) -> tuple[KernelGradients, Tensor]:
