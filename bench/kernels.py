@@ -9,26 +9,30 @@ import json
 import statistics
 import subprocess
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 import cp_gdn
-from cp_gdn.backends import hopper_grad, hopper_prepare, hopper_walk
+from cp_gdn.backends import hopper_grad, hopper_walk
+from cp_gdn.backends.hopper_backward import HopperKernels
 from cp_gdn.backends.launch import Kernel
+from cp_gdn.backends.torch_chunked import Inputs
 
 SHAPES = (("8192x8", [8192] * 8, 1), ("1x65536", [65536], 11))
 HEADS = (16, 48)
 
 
-def timed(launch: Callable[[], object], repeats: int = 30) -> tuple[float, float, float]:
-    """Median, least and largest milliseconds."""
+def timed(
+    launch: Callable[[], object], before: Callable[[], object] = lambda: None, repeats: int = 30
+) -> tuple[float, float, float]:
+    """Median, least and largest milliseconds; ``before`` is run before every launch."""
     for _ in range(3):
-        launch()
+        before(), launch()
     times = []
     for _ in range(repeats):
+        before()
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         launch()
@@ -38,29 +42,16 @@ def timed(launch: Callable[[], object], repeats: int = 30) -> tuple[float, float
     return statistics.median(times), min(times), max(times)
 
 
-def tables(lengths: list[int], segments: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Chunk rows and walk items of documents cut into near-equal segments."""
-    part = cp_gdn.partition([0, *torch.tensor(lengths).cumsum(0).tolist()], 1)
-    asked = {"device": "cuda", "heads": HEADS, "head_dims": (128, 128), "segments": segments}
-    plan = cp_gdn.build_context(part, cp_gdn.Comm.alone(), **asked).plan  # type: ignore[arg-type]
-    rows = torch.stack([torch.as_tensor(plan.chunks.first_row), torch.as_tensor(plan.chunks.count)], 1)
-    runs = zip(plan.segments.first_chunk.tolist(), plan.segments.num_chunks.tolist(), strict=True)
-    items = [(first, count, head, s) for s, (first, count) in enumerate(runs) for head in range(HEADS[1])]
-    items.sort(key=lambda item: -item[1])
-    return rows.to("cuda", torch.int32), torch.tensor(items, dtype=torch.int32, device="cuda")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Pack:
-    """Inputs of all kernels on one shape: documents cut into near-equal segments, states from zero."""
+    """Random inputs of one shape on a context's tables: documents cut into near-equal segments, states from zero."""
 
+    kernels: HopperKernels
     forward: hopper_walk.WalkInputs
     mirror: hopper_walk.WalkInputs
-    where: tuple[torch.Tensor, torch.Tensor]
-    ends: hopper_walk.Ends
-    tapes: hopper_walk.Tapes
-    adjoints: hopper_walk.Tapes
     out: hopper_grad.KernelGradients
+    tapes: hopper_walk.Tapes
+    states: torch.Tensor
     prepare: Callable[[], object]
 
     @classmethod
@@ -74,56 +65,68 @@ class Pack:
         q, k = (torch.nn.functional.normalize(normal(tokens, heads, 128), dim=-1).bfloat16() for _ in range(2))
         v, dout = (normal(tokens, value_heads, 128).bfloat16() for _ in range(2))
         g, beta = -torch.nn.functional.softplus(normal(tokens, value_heads) - 3), normal(tokens, value_heads).sigmoid()
-        where, kernel = tables(lengths, segments), hopper_prepare.load_prepare(value_heads // heads)
-        shared = {"q": q, "k": k, "g": g, "beta": beta, "scale": 128**-0.5}
-        shared["prepared"] = hopper_prepare.prepare(kernel, q, k, beta, g, where[0])
-        count = len(where[1]) // value_heads
-        rows = torch.arange(count, dtype=torch.int32, device="cuda")[:, None].repeat(1, 2)
-        start, end = (torch.zeros(count, value_heads, 128, 128, device="cuda") for _ in range(2))
-        mirror = hopper_walk.WalkInputs(v=dout, **shared)
+        part = cp_gdn.partition([0, *torch.tensor(lengths).cumsum(0).tolist()], 1, "contiguous")
+        asked = {"device": "cuda", "heads": HEADS, "head_dims": (128, 128), "segments": segments}
+        kernels = cp_gdn.build_context(part, cp_gdn.Comm.alone(), backend="hopper", **asked).kernels  # type: ignore
+        assert kernels is not None
+        x = Inputs(q=q, k=k, v=v, g=g, beta=beta, scale=128**-0.5, l2norm=False)
+        forward, out = kernels.begin(x)
+        room = torch.empty(hopper_walk.tape_bytes(kernels.places), dtype=torch.uint8, device="cuda")
         return cls(
-            forward=hopper_walk.WalkInputs(v=v, **shared),
-            mirror=mirror,
-            where=where,
-            ends=hopper_walk.Ends(rows=rows, start=start, end=end),
-            tapes=room(where[0], v),
-            adjoints=room(where[0], v),
-            out=hopper_grad.KernelGradients.empty(mirror),
-            prepare=lambda: hopper_prepare.prepare(kernel, q, k, beta, g, where[0]),
+            kernels=kernels,
+            forward=forward,
+            mirror=replace(forward, v=dout),
+            out=out,
+            tapes=hopper_walk.Tapes(room=room, places=kernels.places),
+            states=torch.zeros(kernels.forward.tables.num_segments, value_heads, 128, 128, device="cuda"),
+            prepare=lambda: kernels.forward.prepare(x, out.v),
         )
 
     def launches(self) -> dict[str, Callable[[], object]]:
-        """One launch of every kernel, in an order in which each finds what it reads."""
-        o = torch.empty_like(self.forward.v)
+        """One run of every kernel, over all slabs, in an order in which each finds what it reads."""
+        every, tapes = self.kernels, self.tapes
+        count = len(self.states)
+        rows = torch.arange(count, dtype=torch.int32, device="cuda")[:, None].repeat(1, 2)
+        ends = hopper_walk.Ends(rows=rows, start=None, end=self.states)
+        no_maps = hopper_walk.Summaries(maps=None, cutoff=None, dropped=None)
+        maps = hopper_walk.Summaries(maps=torch.empty_like(self.states), cutoff=None, dropped=None)
+        rows_of_maps = torch.nn.functional.pad(rows, (2, 0))  # the third number of a segment is the row of its map
+        replayed = [slab.items for slab in every.slabs]
+        asked = torch.cat([items.items for items in replayed])
 
-        def walk(kernel: Kernel, x: hopper_walk.WalkInputs, *emitted: Any) -> Callable[[], object]:
-            return lambda: hopper_walk.walk_rows(kernel, x, self.where, self.ends, *(emitted or (None,)))
+        def items(run: int) -> hopper_walk.Items:
+            changed = asked.clone()
+            changed[:, 2] = (changed[:, 2] & 0xFFFF) + run * 65536
+            return replace(every.forward.work[0], items=changed, segments=rows_of_maps if run else replayed[0].segments)
 
-        gradients = hopper_grad.load_grad(HEADS[1] // HEADS[0])
+        def per_slab(kernel: Kernel, x: hopper_walk.WalkInputs, emitted: tuple[int, int]) -> Callable[[], object]:
+            return lambda: [hopper_walk.replay(kernel, x, each, ends, emitted) for each in replayed]
+
+        def summary(kernel: Kernel, x: hopper_walk.WalkInputs, run: int = 0) -> Callable[[], object]:
+            work, found = items(run), maps if run else no_maps
+            return lambda: hopper_walk.summarize(kernel, x, work, ends, found)
+
+        whole = replace(every.forward.work[0], items=asked, segments=replayed[0].segments)
+        walks, adjoint = every.forward.kernels, every.kernels
         return {
             "prepare": self.prepare,
-            "walk_o": walk(hopper_walk.load_walk(emit_o=True), self.forward, o),
-            "walk_b": walk(hopper_walk.load_walk(), self.forward),
-            "walk_m": walk(hopper_walk.load_walk(has_v=False), self.forward),
-            "walk_s": walk(hopper_walk.load_walk(emit_s=True), self.forward, None, self.tapes),
-            "adjoint": walk(hopper_walk.load_adjoint(emit=True), self.mirror, self.out.v, self.adjoints),
-            "adjoint_bt": walk(hopper_walk.load_adjoint(emit=False), self.mirror),
-            "grad": lambda: hopper_grad.grad(
-                gradients, self.mirror, self.where[0], self.tapes, self.adjoints.states, self.out
-            ),
+            "walk_b": summary(walks.summary, self.forward),
+            "walk_m": summary(walks.summary, self.forward, -1),
+            "adjoint_bt": summary(adjoint.summary, self.mirror),
+            "walk_s": per_slab(adjoint.states, self.forward, (tapes.states, tapes.values)),
+            "adjoint": per_slab(adjoint.replay, self.mirror, (tapes.adjoints, 0)),
+            "grad": lambda: [
+                hopper_grad.grad(adjoint.grad[0], self.mirror, each.steps, tapes, self.out) for each in every.slabs
+            ],
+            "walk_o": lambda: hopper_walk.replay(walks.output, self.forward, whole, ends),
         }
-
-
-def room(chunks: torch.Tensor, like: torch.Tensor) -> hopper_walk.Tapes:
-    tokens, heads, _ = like.shape
-    states, values = like.new_empty(len(chunks), heads, 2, 128, 64), like.new_empty(heads, 2, tokens, 64)
-    return hopper_walk.Tapes(states=states, values=values, first_chunk=0, first_row=0)
 
 
 def row(name: str, lengths: list[int], segments: int) -> dict[str, object]:
     found: dict[str, object] = {"shape": name, "heads": "16,48", "gate": "model", "segments": segments, "repeats": 30}
-    for key, launch in Pack.random(lengths, segments).launches().items():
-        median, least, largest = timed(launch)
+    pack = Pack.random(lengths, segments)
+    for key, launch in pack.launches().items():
+        median, least, largest = timed(launch, pack.prepare)  # outputs overwrite T
         found |= {f"{key}_ms": round(median, 4), f"{key}_ms_spread": [round(least, 4), round(largest, 4)]}
     return found
 

@@ -232,7 +232,7 @@ def assemble_context(
     halo = None if conv is None else build_halo(part, comm.rank, conv[1])
     tables = None
     if taken.kind == "hopper":
-        schedule, routes, tables = for_kernels(plan, schedule, routes, heads[1])
+        schedule, routes, tables = for_kernels(plan, schedule, routes, heads)
     schedule, routes, moved, tables = upload((schedule, routes, halo, tables), device)
     device_side = _made(schedule, moved, device)
     return Context(

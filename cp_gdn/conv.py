@@ -2,7 +2,9 @@
 
 y[t] = act(sum_j weight[:, w - 1 - j] * x[t - j] + bias) over the tokens t - j of the same document. Taps are added in
 the order j = 0 .. w - 1, each a multiply and then an add, so the bits of y and dx depend neither on the split nor on T.
-Computed in fp64 for fp64 inputs, else in fp32. Legend: T local tokens, C channels, w width, R halo rows.
+
+Here are the messages; the arithmetic is in `backends/torch_conv.py` and, for Hopper GPUs, `backends/hopper_conv.py`.
+Legend: T local tokens, C channels, w width, R halo rows.
 """
 
 from __future__ import annotations
@@ -12,9 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cp_gdn import library
+from cp_gdn.backends import hopper_conv
+from cp_gdn.backends.torch_conv import ConvInput
 from cp_gdn.checks import DTYPES, check_tensor, token_shape
 from cp_gdn.halo import DeviceSide, Halo
 from cp_gdn.handles import RecomputeHandle, check_handle
+from cp_gdn.room import Room
 
 if TYPE_CHECKING:
     from cp_gdn.comm import Pending
@@ -41,10 +46,27 @@ def causal_conv1d(
         check_handle(recompute, ctx)
         out: tuple[torch.Tensor, torch.Tensor] = forward_op(x_l, weight, bias, ctx.handle, activation)
         return out[0]
+    return _convolve((x_l, weight, bias), ctx, activation, recompute, None)
+
+
+def convolve_part(
+    x: torch.Tensor, weight: torch.Tensor, ctx: Context, recompute: RecomputeHandle | None, room: Room
+) -> torch.Tensor:
+    """`causal_conv1d` of a layer in eager mode, whose x is the first part of a room."""
+    return _convolve((x, weight, None), ctx, "silu", recompute, room)
+
+
+def _convolve(
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+    ctx: Context,
+    activation: str | None,
+    recompute: RecomputeHandle | None,
+    room: Room | None,
+) -> torch.Tensor:
     with ctx.comm.guard("causal_conv1d"):
-        _check(x_l, weight, bias, ctx, activation)
+        _check(*tensors, ctx, activation)
         handle = check_handle(recompute, ctx)
-        y: torch.Tensor = _CausalConv.apply(x_l, weight, bias, ctx, activation, handle)
+        y: torch.Tensor = _CausalConv.apply(*tensors, ctx, activation, handle, room)
         return y
 
 
@@ -58,6 +80,7 @@ class _CausalConv(torch.autograd.Function):
         ctx: Context,
         activation: str | None,
         handle: RecomputeHandle | None,
+        room: Room | None,
     ) -> torch.Tensor:
         halo = None if handle is None else handle.take("halo", ctx)
         y, saved = forward(x, weight, bias, ctx, activation, halo)
@@ -65,15 +88,16 @@ class _CausalConv(torch.autograd.Function):
             # an empty halo is a view of x, which a handle must not keep
             handle.fill("halo", ctx, saved[1] if saved[1].numel() else torch.empty_like(saved[1]))
         fctx.save_for_backward(*saved)
-        fctx.cp, fctx.activation = ctx, activation
+        fctx.cp, fctx.activation, fctx.room = ctx, activation, room
         return y
 
     @staticmethod
     def backward(fctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         saved: Saved = fctx.saved_tensors
         with fctx.cp.comm.guard("causal_conv1d backward"):
-            grads = library.only_once(lambda: backward(dy, saved, fctx.cp, fctx.activation), (dy, *saved))
-            return *grads, None, None, None
+            out = None if fctx.room is None else fctx.room.part(0, dy)
+            grads = library.only_once(lambda: backward(dy, saved, fctx.cp, fctx.activation, out), (dy, *saved))
+            return *grads, None, None, None, None
 
 
 Saved = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
@@ -88,33 +112,32 @@ def forward(
     halo: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Saved]:
     """y like x, and what `backward` needs: (x, halo rows [R, C], weight, bias). A given halo is not fetched."""
-    plan = _halo(ctx)
+    plan, form = _halo(ctx), hopper_conv.form_for(ctx)
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
         own = x.reshape(ctx.num_tokens, weight.shape[0])
-        halo = _finish(_start(own, plan.forward, ctx, "HALO"), own) if halo is None else halo
-        pre = _pre_activation(_extend(own, halo), weight, bias, plan.forward.taps)
-        y = pre * _sigmoid(pre) if activation == "silu" else pre
-        return y.to(x.dtype).reshape(x.shape), (x, halo, weight, bias)
+        if halo is None:
+            side = plan.forward
+            halo = _finish(_start(own.index_select(0, side.send_rows), side, ctx, "HALO"), own)
+        call = ConvInput(own, halo, weight, bias, plan.forward.taps, activation == "silu")
+        return form.forward(call).view(x.shape), (x, halo, weight, bias)
 
 
 def backward(
-    dy: torch.Tensor, saved: Saved, ctx: Context, activation: str | None
+    dy: torch.Tensor, saved: Saved, ctx: Context, activation: str | None, out: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """(dx, dweight, dbias), the last two summed over this rank's tokens; dbias is None without a bias."""
-    plan = _halo(ctx)
+    """(dx, dweight, dbias), the last two summed over this rank's tokens; dbias is None without a bias. A form may
+    write dx to ``out``, of its shape and any row stride."""
+    plan, form = _halo(ctx), hopper_conv.form_for(ctx)
     x, halo, weight, bias = saved
-    shape = (ctx.num_tokens, weight.shape[0])
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-        extended = _extend(x.reshape(shape), halo)
-        dpre = dy.reshape(shape).to(_compute_dtype(x)).contiguous()  # a strided sum may round in another order
-        if activation == "silu":
-            dpre = dpre * _silu_slope(_pre_activation(extended, weight, bias, plan.forward.taps))
-        pending = _start(dpre, plan.adjoint, ctx, "HALO_GRAD")
-        dweight = _weight_gradient(dpre, extended, plan.forward.taps).to(weight.dtype)
-        dbias = None if bias is None else dpre.sum(0).to(bias.dtype)
-        adj_extended = _extend(dpre, _finish(pending, dpre))
-        dx = _tap_sum(adj_extended, weight, plan.adjoint.taps)
-        return dx.to(x.dtype).reshape(x.shape), dweight, dbias
+        own, dy = (t.reshape(ctx.num_tokens, weight.shape[0]) for t in (x, dy))
+        call, side = ConvInput(own, halo, weight, bias, plan.forward.taps, activation == "silu"), plan.adjoint
+        edge = form.listed(call, dy, side.send_rows)
+        adj_halo = _finish(_start(edge, side, ctx, "HALO_GRAD"), edge)
+        room = None if out is None else out.view(own.shape)
+        dx, sums = form.backward(call, dy, side.taps, adj_halo, room)
+        dbias = None if bias is None else sums[-1].to(bias.dtype)
+        return dx.view(x.shape), sums[:-1].T.to(weight.dtype).contiguous(), dbias
 
 
 # ---- the library entry: see library.py -------------------------------------------------------------------------------
@@ -174,65 +197,21 @@ forward_op.register_autograd(_backward, setup_context=_keep)
 backward_op.register_autograd(library.refuse_twice)
 
 
-# ---- mathematics: plain tensors, no messages -------------------------------------------------------------------------
-
-
-def _pre_activation(
-    extended: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, taps: torch.Tensor
-) -> torch.Tensor:
-    pre = _tap_sum(extended, weight, taps)
-    return pre if bias is None else pre + bias.to(pre.dtype)
-
-
-def _tap_sum(extended: torch.Tensor, weight: torch.Tensor, taps: torch.Tensor) -> torch.Tensor:
-    """sum_j weight[:, w - 1 - j] * extended[taps[:, j]], added in the order of j; [T, C]."""
-    dtype = _compute_dtype(extended)
-    weight_by_tap = weight.to(dtype).flip(1).unbind(1)
-    total = extended.index_select(0, taps[:, 0]).to(dtype) * weight_by_tap[0]
-    for j in range(1, len(weight_by_tap)):
-        total = total + extended.index_select(0, taps[:, j]).to(dtype) * weight_by_tap[j]
-    return total
-
-
-def _weight_gradient(dpre: torch.Tensor, extended: torch.Tensor, taps: torch.Tensor) -> torch.Tensor:
-    by_tap = [(dpre * extended.index_select(0, rows).to(dpre.dtype)).sum(0) for rows in taps.unbind(1)]
-    return torch.stack(by_tap[::-1], dim=1)
-
-
-def _sigmoid(x: torch.Tensor) -> torch.Tensor:
-    """Written with exp of a non-positive number: no overflow, and no vector routine whose bits depend on strides."""
-    small = torch.exp(-x.abs())
-    return torch.where(x < 0, small, 1.0) / (1.0 + small)
-
-
-def _silu_slope(x: torch.Tensor) -> torch.Tensor:
-    gate = _sigmoid(x)
-    return gate * (1.0 + x * (1.0 - gate))
-
-
-def _extend(own: torch.Tensor, halo: torch.Tensor) -> torch.Tensor:
-    """concat(own [T, C], halo [R, C], zero row), the rows that taps index."""
-    return torch.cat((own, halo, own.new_zeros(1, own.shape[1])))
-
-
-def _compute_dtype(x: torch.Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 # ---- communication: no arithmetic ------------------------------------------------------------------------------------
 
 
-def _start(own: torch.Tensor, side: DeviceSide, ctx: Context, purpose: str) -> Pending[torch.Tensor] | None:
+def _start(rows: torch.Tensor, side: DeviceSide, ctx: Context, purpose: str) -> Pending[torch.Tensor] | None:
+    """Send ``rows`` [S, C], which are those of ``side.send_rows``."""
     if not _halo(ctx).crosses:
         return None
-    channels = own.shape[1]
-    send_counts, recv_counts = ([n * channels for n in rows] for rows in (side.send_counts, side.recv_counts))
-    return ctx.comm.all_to_all(purpose, own.index_select(0, side.send_rows).view(-1), send_counts, recv_counts)
+    channels = rows.shape[1]
+    send_counts, recv_counts = ([n * channels for n in counts] for counts in (side.send_counts, side.recv_counts))
+    return ctx.comm.all_to_all(purpose, rows.view(-1), send_counts, recv_counts)
 
 
-def _finish(pending: Pending[torch.Tensor] | None, own: torch.Tensor) -> torch.Tensor:
+def _finish(pending: Pending[torch.Tensor] | None, like: torch.Tensor) -> torch.Tensor:
     """The halo rows [R, C]."""
-    return own[:0] if pending is None else pending.wait().view(-1, own.shape[1])
+    return like[:0] if pending is None else pending.wait().view(-1, like.shape[1])
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------

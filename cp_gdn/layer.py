@@ -16,13 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cp_gdn import library
 from cp_gdn.comm import Comm
 from cp_gdn.context import Context, build_context
-from cp_gdn.conv import causal_conv1d
+from cp_gdn.conv import causal_conv1d, convolve_part
 from cp_gdn.entries import chunk_gated_delta_rule
-from cp_gdn.gates import sigmoid, silu, softplus
 from cp_gdn.handles import RecomputeHandle, handle_here
+from cp_gdn.layer_ops import gated_norm, gates
 from cp_gdn.layout import partition
+from cp_gdn.room import Room, split_columns
 from cp_gdn.transport import CopyTransport, CopyWorld
 
 DT_RANGE = (1e-3, 0.1)
@@ -142,11 +144,18 @@ class GatedDeltaNet(nn.Module):
 
     def _mix(self, qkvz: Tensor, ba: Tensor, ctx: Context, handle: RecomputeHandle | None) -> Tensor:
         """From the projections [1, T, ...] to the gated norm's output [1, T, HV * V]."""
-        qkv, z = qkvz.split([self.conv_channels, self.out_proj.in_features], dim=-1)
-        q, k, v = self._heads(causal_conv1d(qkv, self.conv_weight, None, ctx=ctx, activation="silu", recompute=handle))
-        g, beta = self._gates(*ba.chunk(2, dim=-1))
+        widths = (self.conv_channels, self.out_proj.in_features)
+        if library.is_wanted():
+            room, (qkv, z) = None, qkvz.split(widths, dim=-1)
+            qkv = causal_conv1d(qkv, self.conv_weight, None, ctx=ctx, recompute=handle)
+        else:
+            room = Room(widths)
+            qkv, z = split_columns(qkvz, room)
+            qkv = convolve_part(qkv, self.conv_weight, ctx, handle, room)
+        q, k, v = self._heads(qkv)
+        g, beta = gates(ba, self.A_log, self.dt_bias, 2.0 if self.allow_neg_eigval else 1.0, ctx)
         o, _ = chunk_gated_delta_rule(q, k, v, g, beta, ctx=ctx, use_qk_l2norm_in_kernel=True, recompute=handle)
-        return self._norm(o, z.unflatten(-1, o.shape[-2:])).flatten(-2)
+        return gated_norm(o, z.unflatten(-1, o.shape[-2:]), self.norm_weight, self.norm_eps, ctx, room).flatten(-2)
 
     def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Views q, k [1, T, H, K] and v [1, T, HV, V] of the packed rows."""
@@ -158,20 +167,6 @@ class GatedDeltaNet(nn.Module):
             v.unflatten(-1, (num_value_heads, value_dim)),
         )
 
-    def _gates(self, b: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
-        """The log decay g = -exp(A_log) * softplus(a + dt_bias) and beta, both [1, T, HV], fp32 or fp64."""
-        wide = _wide_dtype(a.dtype)
-        g = -torch.exp(self.A_log.to(wide)) * softplus(a.to(wide) + self.dt_bias.to(wide))
-        beta = sigmoid(b.to(wide))
-        return g, 2.0 * beta if self.allow_neg_eigval else beta
-
-    def _norm(self, o: Tensor, z: Tensor) -> Tensor:
-        """RMS norm of every value head, then the gate: norm(o) * weight * silu(z)."""
-        wide = o.to(_wide_dtype(o.dtype))
-        # NOTE: division by sqrt, since rsqrt is vectorised like the functions that gates.py avoids.
-        normed = wide / torch.sqrt(wide.square().mean(-1, keepdim=True) + self.norm_eps)
-        return (normed * self.norm_weight.to(wide.dtype) * silu(z.to(wide.dtype))).to(o.dtype)
-
     def extra_repr(self) -> str:
         return f"heads={self.heads}, head_dims={self.head_dims}, conv_width={self.conv_width}"
 
@@ -180,10 +175,6 @@ def _pad_rows(rows: Tensor) -> Tensor:
     """[1, T, any] with zero rows up to a multiple of `ROWS`; the tensor itself if that is none."""
     missing = -rows.shape[1] % ROWS
     return F.pad(rows, (0, 0, 0, missing)) if missing else rows
-
-
-def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _check_sizes(hidden_size: int, heads: tuple[int, int], head_dims: tuple[int, int], conv_width: int) -> None:

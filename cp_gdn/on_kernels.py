@@ -5,8 +5,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from cp_gdn.backends.hopper import HopperBackend
+from cp_gdn.backends.hopper import Entered, HopperBackend
 from cp_gdn.backends.hopper_backward import Boundary, HopperKernels
+from cp_gdn.backends.hopper_walk import WalkInputs
 from cp_gdn.backends.launch import on_device
 from cp_gdn.backends.torch_chunked import Inputs
 from cp_gdn.context import Context
@@ -17,21 +18,31 @@ def forward_on_kernels(
     ctx: Context, kernels: HopperKernels, x: Inputs, initial_state: Tensor | None, manner: Manner
 ) -> tuple[Tensor, Tensor, Saved]:
     """`op.run_forward` on the kernels, which keep no tapes yet."""
-    options, forward = ctx.options, kernels.forward
+    options, forward, carried = ctx.options, kernels.forward, manner.carried
     with torch.no_grad(), on_device(forward.device):
-        ran = forward.forward(ctx.comm, x, initial_state, manner.carried, output=manner.output, final=manner.final)
-        maps = ran.entered.maps
-        if options.keeps_maps and maps is None:  # the states were carried here
-            maps = forward.maps(ran.chunked)
+        o = torch.empty(x.v.shape, dtype=x.v.dtype, device=x.v.device)
+        inputs = forward.prepare(x, o)
+        if carried is None:
+            entered = forward.enter(ctx.comm, inputs, initial_state, "STATE")
+        else:
+            found = forward.summarized(inputs, None) if options.keeps_maps else None
+            entered = Entered(states=carried.states, found=found, exchange=None)
+        final = forward.new_states(forward.tables.num_exits if manner.final else 0)
+        if manner.output:
+            forward.replay(inputs, entered, final if manner.final else None, initial=initial_state is not None)
+        else:
+            forward.settle(entered)
+        if manner.final:
+            _pass_empty(forward, final, initial_state)
     saved = Saved(
         inputs=x,
-        states=ran.entered.states if options.keeps_states else None,
-        maps=maps if options.keeps_maps else None,
-        owned=owned_maps(ran.entered.exchange, manner.carried) if options.keeps_maps else None,
+        states=entered.states if options.keeps_states else None,
+        maps=entered.maps if options.keeps_maps else None,
+        owned=owned_maps(entered.exchange, carried) if options.keeps_maps else None,
         has_initial=initial_state is not None,
         initial=None if options.keeps_states else initial_state,
     )
-    return ran.o, ran.final, saved
+    return o, final, saved
 
 
 def backward_on_kernels(
@@ -40,8 +51,9 @@ def backward_on_kernels(
     """`op.run_backward` on the kernels; ``given``: gradients of o and of the final states."""
     x = saved.inputs
     with torch.no_grad(), on_device(kernels.forward.device):
-        boundary = _boundary(ctx, kernels.forward, saved)
-        grads, dinitial = kernels.backward(ctx.comm, x, given, boundary, initial=saved.has_initial)
+        inputs, grads = kernels.begin(x)
+        boundary = _boundary(ctx, kernels.forward, inputs, saved)
+        dinitial = kernels.backward(ctx.comm, inputs, given, boundary, grads)
     return InputGradients(
         q=grads.q,
         k=grads.k,
@@ -52,15 +64,22 @@ def backward_on_kernels(
     )
 
 
-def _boundary(ctx: Context, forward: HopperBackend, saved: Saved) -> Boundary:
+def _pass_empty(forward: HopperBackend, final: Tensor, initial_state: Tensor | None) -> None:
+    """Documents without tokens end where they start."""
+    tables = forward.tables
+    if tables.empty_exit.numel():
+        final[tables.empty_exit] = 0.0 if initial_state is None else initial_state[tables.empty_entry]
+
+
+def _boundary(ctx: Context, forward: HopperBackend, x: WalkInputs, saved: Saved) -> Boundary:
     """Entry states and maps, whatever the forward kept: its first half runs again, its messages too, or maps alone."""
     if saved.states is None:
-        entered = forward.enter(ctx.comm, forward.prepare(saved.inputs), saved.initial, "STATE_AGAIN")
+        entered = forward.enter(ctx.comm, x, saved.initial, "STATE_AGAIN")
         forward.settle(entered)
         owned = owned_maps(entered.exchange, None) if ctx.options.save_transfer else None
         saved = replace(saved, states=entered.states, maps=entered.maps, owned=owned)
     elif saved.maps is None:
-        saved = replace(saved, maps=forward.maps(forward.prepare(saved.inputs)))
+        saved = replace(saved, maps=forward.summarized(x, None).maps)
     assert saved.states is not None
     assert saved.maps is not None
-    return Boundary(states=saved.states, maps=saved.maps, owned=saved.owned)
+    return Boundary(states=saved.states, initial=saved.has_initial, maps=saved.maps, owned=saved.owned)

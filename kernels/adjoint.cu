@@ -1,14 +1,14 @@
 // adjoint: the walk's mirror over the chunks of one segment and value head, from the last to the first:
 //   dVn = P^T dO + e K dS',  dV = T^T dVn,  dS = gam_C dS' + (s gam Q)^T dO - (gam K)^T dV
 //
-// Grid: one block per item (a segment and a value head, longest first). Block: 384 threads, roles as in tiles.cuh; v is dO.
+// Grid: one block per item (segments and a value head, longest first). Block: 384 threads, roles as in tiles.cuh; v is dO.
 // EMIT: dv of every token, and the adjoint dS' after each chunk for `grad`. Without it the end state is the segment's offset Bt.
 // Reads per chunk: 16 KB each of k, q, dO, 8 KB each of N and Q K^T, gates; writes 32 KB of dS' and 16 KB of dv.
 #ifndef EMIT
 #define EMIT 1
 #endif
 #define HAS_Q 1
-#define HAS_V 1
+#define SUMMARY (!EMIT)
 #define REVERSE 1
 #include "tiles.cuh"
 
@@ -102,7 +102,7 @@ __device__ __forceinline__ void adjoint_chunk(const WalkParams& p, AdjointSmem& 
     add_outputs(sm.tiles, s, X, dS, dout, to_state, scalar.decay);
 #if EMIT
     free_previous(sm, c, half, t);
-    emit_state(p, sm.image[half], state, item, place(item, c), half, t);
+    emit_state(p, sm.image[half], state, item, c, half, t);
 #endif
     wgmma_wait<1>();
     take_writes(sm.tiles, s, dV, dS, X, scalar, t);
@@ -116,7 +116,5 @@ __device__ __forceinline__ void adjoint_chunk(const WalkParams& p, AdjointSmem& 
 extern "C" __device__ const int shared_bytes = sizeof(AdjointSmem);  // asked for at the launch
 
 extern "C" __global__ void __launch_bounds__(384, 1) adjoint(const __grid_constant__ WalkParams p) {
-    run_item<true, EMIT, AdjointSmem>(
-        p, [](const Item&, int) { return 0.f; },
-        [&](AdjointSmem& sm, float (&dS)[64], const Item& item, int c, int half, int t) { adjoint_chunk(p, sm, dS, item, c, half, t); });
+    run_item<AdjointSmem>(p, [&](AdjointSmem& sm, float (&dS)[64], const Item& item, int c, int half, int t) { adjoint_chunk(p, sm, dS, item, c, half, t); });
 }

@@ -1,6 +1,6 @@
 // grad: gradients of q, k, the gates and beta, chunk by chunk, from the state S before a chunk, the adjoint dS' after it, Vn and dV.
 //
-// Grid: persistent blocks, static stride over (chunk, q/k head); the GROUP value heads of a q/k head are summed in head order in fp32
+// Grid: persistent blocks, static stride over `steps`, chunks and q/k heads; the GROUP value heads of a q/k head are summed in head order in fp32
 // and dq, dk are stored once. Block: 512 threads = 4 warpgroups:
 //   0, 1 64 of the 128 key columns each: dQ = s gam (dO S^T), dK = e (Vn dS'^T) - gam (dV S^T), and their products with q and k;
 //        at the end of a group dQ += dP K, dK += dP^T Q + (N' + N'^T) K
@@ -58,9 +58,10 @@ __device__ __forceinline__ void key_step(const GradParams& p, GradSmem& sm, cons
     const Scalars& scalar = sm.scalars[s];
     RowSums& sums = sm.sums[s];
     float acc[32];
-    wait_loaded(sm, DOUT, at.step), wait_loaded(sm, S0 + s, at.step / 2), wait_loaded(sm, QK, at.item);
+    wait_loaded(sm, DOUT, at.step), wait_loaded(sm, S0 + s, at.step / 2);
     wgmma_fence();
     tile_image(acc, sm.dout, sm.s[s], half);
+    wait_loaded(sm, QK, at.item);
     barrier_wait(&sm.scalars_ready[s], at.step / 2 & 1);
     barrier_wait(&sm.sums_free[s], (at.step / 2 & 1) ^ 1);
     const float gam0 = scalar.gam[r], gam1 = scalar.gam[r + 8];
@@ -94,7 +95,7 @@ __device__ __forceinline__ void copy_rows(__nv_bfloat16* out, const char* tile, 
             *reinterpret_cast<const uint4*>(tile + swizzled(i / 8, i % 8 * 16));
 }
 
-// dQ += dP K, dK += dP^T Q + (N' + N'^T) K.
+// dQ += dP K, dK += dP^T Q + (N' + N'^T) K, the sum in brackets one tile.
 __device__ __forceinline__ void add_pairs(GradSmem& sm, const Place& at, float (&dQ)[32], float (&dK)[32], int half, int t) {
     barrier_wait(&sm.pairs_ready, at.step & 1);
     const u64 dp = descriptor(fresh_addr(sm.pairs[0]), 1, 64), n = dp + SQUARE / 16;
@@ -105,7 +106,6 @@ __device__ __forceinline__ void add_pairs(GradSmem& sm, const Place& at, float (
         wgmma_ss64_mn<0>(dQ, dp + i * 2, k + i * 128);
         wgmma_ss64_mn<1>(dK, dp + i * 128, q + i * 128);
         wgmma_ss64_mn<0>(dK, n + i * 2, k + i * 128);
-        wgmma_ss64_mn<1>(dK, n + i * 128, k + i * 128);
     }
     wgmma_commit();
     wgmma_wait<0>();

@@ -12,17 +12,19 @@
 constexpr int HELPER_REGISTERS = 56, WORKER_REGISTERS = 152;
 constexpr float BETA_FLOOR = 0x1p-40f;  // as in inverse.cuh
 
+struct Step { int first_row, count, head, unused; };  // a chunk and a q/k head
+
 struct GradParams {
     TensorMap k, q, dout, dv, dq_map, dk_map;  // [tokens, heads, 128] bf16, boxes of 64 channels x 1 head x 64 tokens
-    const char *states, *adjoints;             // [chunks, HV, 2, K, 64] bf16, swizzled: S before and dS' after each chunk
-    const char* values;                        // [HV, 2, T, 64] bf16, swizzled per chunk: Vn
+    const char *states, *adjoints;             // [steps, GROUP, 2, K, 64] bf16, swizzled: S before and dS' after each chunk
+    const char* values;                        // [steps, GROUP, 2, C, 64] bf16, swizzled: Vn
     const float *g, *beta;                     // [T, HV]
     const float* rstd;                         // [2, H, T]: 1 / norm of q and of k where the kernel normalizes, else null
-    const int2* chunks;                        // first row, count
+    const Step* steps;
     __nv_bfloat16 *dq, *dk;                    // [T, H, 128]
     float *dg, *dbeta;                         // [T, HV]
     float scale;
-    int tokens, value_heads, first_chunk, num_chunks, first_row, value_rows;  // chunks of this launch; rows of `values`, and its T
+    int tokens, value_heads, num_steps;
 };
 
 enum Buffer { QK, DOUT, DV, DS, S0, S1, VN0, VN1, BUFFERS };
@@ -38,15 +40,14 @@ struct alignas(1024) GradSmem {
     u64 loaded[BUFFERS], freed[BUFFERS], scalars_ready[2], sums_ready[2], sums_free[2], pairs_ready, pairs_free;
 };
 
-struct Place { int step, item, head, value_head; int2 chunk; int index; };  // of a step: one value head of one item
+struct Place { int step, item, head, value_head; int2 chunk; int image; };  // one value head of one step
 
 template <typename Work> __device__ __forceinline__ void each_step(const GradParams& p, Work work) {
-    const int heads = p.value_heads / GROUP;
     int step = 0, item = 0;
-    for (int w = blockIdx.x; w < p.num_chunks * heads; w += gridDim.x, item++) {
-        const int index = w / heads, head = w % heads;
-        const int2 chunk = p.chunks[p.first_chunk + index];
-        for (int member = 0; member < GROUP; member++, step++) work(Place{step, item, head, head * GROUP + member, chunk, index}, member);
+    for (int w = blockIdx.x; w < p.num_steps; w += gridDim.x, item++) {
+        const int4 at = *reinterpret_cast<const int4*>(p.steps + w);
+        for (int member = 0; member < GROUP; member++, step++)
+            work(Place{step, item, at.z, at.z * GROUP + member, make_int2(at.x, at.y), w * GROUP + member}, member);
     }
 }
 
@@ -67,11 +68,11 @@ __device__ __forceinline__ void load_tile(char* tile, const TensorMap* map, u64*
 __device__ __forceinline__ void copies(const GradParams& p, GradSmem& sm) {
     each_step(p, [&](const Place& at, int member) {
         const int s = at.step & 1, bytes = at.chunk.y * 128;
-        const long long image = (static_cast<long long>(at.index) * p.value_heads + at.value_head) * IMAGE;
+        const long long image = static_cast<long long>(at.image) * IMAGE;
         bulk_load(sm.s[s], p.states + image, IMAGE, acquire(sm, S0 + s, at.step / 2, IMAGE));
         u64* values = acquire(sm, VN0 + s, at.step / 2, 2 * bytes);
         for (int half = 0; half < 2; half++)
-            bulk_load(sm.vn[s] + half * HALF, p.values + ((at.value_head * 2ll + half) * p.value_rows + at.chunk.x - p.first_row) * 128, bytes, values);
+            bulk_load(sm.vn[s] + half * HALF, p.values + image / 2 + half * HALF, bytes, values);
         load_tile(sm.dout, &p.dout, acquire(sm, DOUT, at.step, TILE), at.value_head, at.chunk.x);
         load_tile(sm.dv, &p.dv, acquire(sm, DV, at.step, TILE), at.value_head, at.chunk.x);
         bulk_load(sm.ds, p.adjoints + image, IMAGE, acquire(sm, DS, at.step, IMAGE));
@@ -155,7 +156,7 @@ __device__ __forceinline__ void gates(const GradParams& p, GradSmem& sm, int lan
         if (at.step) write_gate_gradients(p, sm, before, lane);
         before = at;
     });
-    if (blockIdx.x < p.num_chunks * (p.value_heads / GROUP)) write_gate_gradients(p, sm, before, lane);
+    if (blockIdx.x < p.num_steps) write_gate_gradients(p, sm, before, lane);
 }
 
 // ---- workers --------------------------------------------------------------------------------------------------------

@@ -2,8 +2,8 @@
 // N = (I + L diag b)^-1 L, L = strict(K K^T), D_ij = exp(g_i - g_j) of the cumulative gates.
 //
 // Grid: chunks x H, heads fastest (neighbours share rows of memory). Block: two warps per value head, at least one warpgroup. Reads 64
-// rows of q and k and the chunk's beta and g; writes rows 0..count-1 of T [HV, T, 64] in bf16 and of Q K^T [H, T, 64] in fp16, zero
-// above the diagonal, each chunk as the swizzled image that a walk copies into shared memory, and the log bound of each chunk's map.
+// rows of q and k and the chunk's beta and g; writes T in bf16 into the first 64 channels of a [T, HV, 128] tensor that a walk will
+// fill, Q K^T [H, T, 64] in fp16, zero above the diagonal, as swizzled images, and the log bound of each chunk's map.
 // L2NORM: q and k are raw; their norms scale the products and are written to rstd.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -16,9 +16,10 @@
 #include "inverse.cuh"
 
 struct PrepareParams {
+    TensorMap t_map;             // of t: boxes of 64 channels x 1 head x 64 tokens
     const __nv_bfloat16 *q, *k;  // row and head strides in elements below
     const float* beta;           // [T, HV]
-    char* t;                     // [HV, T, 64] bf16
+    __nv_bfloat16* t;            // [T, HV, 128], the first 64 channels
     char* qk;                    // [H, T, 64] fp16, zero above the diagonal
     const int2* chunks;          // first row, count
     long long q_row, q_head, k_row, k_head;
@@ -157,6 +158,17 @@ __device__ __forceinline__ void half_bound(PrepareSmem& sm, u32 h, u32 half, u32
     if (lane == 0) sm.bound[h][half] = x;
 }
 
+// A head's image of T, by its two warps: a whole chunk by one bulk copy, a partial one row by row.
+__device__ __forceinline__ void store_inverse(const PrepareParams& p, const char* image, int2 chunk, int head, u32 half, u32 lane) {
+    if (chunk.y == C) {
+        if (half == 0 && lane == 0) tma_store(&p.t_map, image, 0, head, chunk.x);
+        return;
+    }
+    for (int i = half * 32 + lane; i < chunk.y * 8; i += 64)
+        *reinterpret_cast<uint4*>(p.t + ((chunk.x + static_cast<long long>(i / 8)) * p.value_heads + head) * 128 + i % 8 * 8) =
+            *reinterpret_cast<const uint4*>(image + swizzled(i / 8, i % 8 * 16));
+}
+
 // ---- one block ------------------------------------------------------------------------------------------------------
 // From q and k in shared memory to L there and Q K^T on its way out.
 __device__ __forceinline__ void products(const PrepareParams& p, PrepareSmem& sm, int2 chunk, u32 head, u32 heads, u32 t, u32 warp) {
@@ -208,10 +220,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) prepare(const __
         gate_rows(sm, h, half, lane);
         fence_async();
         pair_barrier(h + 1);
-        if (half == 0 && lane == 0) {
-            bulk_store(p.t + (static_cast<long long>(value_head) * p.tokens + chunk.x) * 128, sm.images[1 + h], chunk.y * 128);
-            if (p.bound) p.bound[static_cast<long long>(value_head) * (gridDim.x / heads) + index] = sm.bound[h][0] + sm.bound[h][1];
-        }
+        store_inverse(p, sm.images[1 + h], chunk, value_head, half, lane);
+        if (half == 0 && lane == 0 && p.bound)
+            p.bound[static_cast<long long>(value_head) * (gridDim.x / heads) + index] = sm.bound[h][0] + sm.bound[h][1];
     }
     if (lane == 0) bulk_wait_read<0>();  // the copies out still read this block's memory
 }

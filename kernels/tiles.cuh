@@ -1,36 +1,44 @@
 // What the three walks share: their parameters, the first warpgroup (copies, scalars, T and P) and the state's way in and out.
 //
-// A walk runs the chunks of one segment and value head one after the other, 384 threads as 3 warpgroups:
+// A walk runs the chunks of one segment and value head one after the other (of short ones a run), 384 threads as 3 warpgroups:
 //   0    warp 0 copies ahead; warps 1 to 3 make the scalars and turn Q K^T into P = s (Q K^T) o D where it lies
 //   1, 2 a state, transposed, in registers: 64 of the 128 value columns each, fp32; bf16 as product operand
 // Rows beyond a partial chunk's tokens are zeroed in shared memory before any product reads them, and never written.
-// The file that includes this says: HAS_Q (q and Q K^T are read), HAS_V (a [T, HV, 128] input, v or dO, is read), REVERSE.
+// The file that includes this says: HAS_Q (q and Q K^T are read), SUMMARY (only end states are wanted), REVERSE.
 #pragma once
 #include <cuda_fp16.h>
 #include "chunk.cuh"
+#include "decay.cuh"
 
 constexpr int STAGES = 3;  // of tiles and scalars
 constexpr int AUX_REGISTERS = 88, STATE_REGISTERS = 208;
+static_assert(AUX_REGISTERS + 2 * STATE_REGISTERS == 504, "more than the launch has: a warpgroup would wait for registers for ever");
 
-struct Item { int first_chunk, chunks, head, segment; };
+// Chunks of one segment, or of `run` segments from `segment` on; of a summary's: `run` < 0 asks for the map in place of the offset.
+struct Item { int first_chunk, chunks; short head, run; int segment; };
 
 struct WalkParams {
-    TensorMap k, q, v, out_map;  // [tokens, heads, 128] bf16, boxes of 64 channels x 1 head x 64 tokens
-    const char* t;               // [HV, T, 64] bf16, swizzled per chunk: T = diag b - diag b (N o D) diag b
-    const char* qk;              // [H, T, 64] fp16, likewise: Q K^T of each chunk, zero above the diagonal
+    TensorMap k, q, v, out_map;  // [tokens, heads, 128] bf16, boxes of 64 channels x 1 head x 64 tokens; see `out`
+    const char* qk;              // [H, T, 64] fp16, swizzled per chunk: Q K^T, zero above the diagonal
     const float* g;              // [T, HV], raw log gates
     const float* rstd;           // [2, H, T]: 1 / norm of q and of k where the kernel normalizes, else null
     const int2* chunks;          // first row, count
+    __nv_bfloat16* out;          // [T, HV, 128]: o, or dv in the adjoint walk; until a chunk is written its first 64 channels hold T
+    float scale;
+    int tokens, value_heads, group;
     const Item* items;
     const int2* rows;            // per segment: row of its start state in `start` and of its end state in `end`, -1: none
-    const int* limits;           // [segments, HV] or null: chunks that decay hides, left out where the walk starts
+    const int4* segments;        // first chunk, chunks, row of its map in `maps`, ..
     const float* start;          // [.., HV, K, 128]
     float* end;                  // [.., HV, K, 128]
-    __nv_bfloat16* out;          // [T, HV, 128]: o, or dv in the adjoint walk
-    char* states;                // [chunks, HV, 2, K, 64] bf16, swizzled: the state before each chunk (in the walk's direction)
-    char* values;                // [HV, 2, T, 64] bf16, swizzled per chunk: Vn
-    float scale;
-    int tokens, value_heads, group, first_chunk, first_row, value_rows;  // of `states`; of `values`, and its T
+    const int2* places;          // per item: place of its first chunk in `states` and `values`, and from chunk to chunk
+    char* states;                // [places, 2, K, 64] bf16, swizzled: the state before each chunk (in the walk's direction)
+    char* values;                // [places, 2, C, 64] bf16, swizzled: Vn
+    const float* bound;          // [HV, num_chunks], log bound of every chunk; null: decay hides nothing
+    float* maps;                 // [.., HV, K, 128]
+    int* dropped;                // [maps, HV], filled: 1 where the map is zero, else 0
+    float cutoff;
+    int num_chunks;
 };
 
 // Per token: what scales a read by k and q and a write by k; norms of raw q and k included.
@@ -41,9 +49,7 @@ struct Tiles {
 #if HAS_Q
     char q[STAGES][TILE];
 #endif
-#if HAS_V
     char v[STAGES][TILE];
-#endif
     char t[STAGES][SQUARE];
 #if HAS_Q
     char p[STAGES][SQUARE];  // Q K^T as it comes, P once warpgroup 0 is done
@@ -55,6 +61,8 @@ struct Signals {
     u64 loaded[STAGES], free[STAGES], ready[STAGES];
 };
 
+__device__ __forceinline__ bool is_map(const Item& item) { return SUMMARY && item.run < 0; }
+__device__ __forceinline__ bool has_v(const Item& item) { return !is_map(item); }  // v, or dO
 __device__ __forceinline__ int place(const Item& item, int c) { return REVERSE ? item.first_chunk + item.chunks - 1 - c : item.first_chunk + c; }
 
 // ---- warpgroup 0, warp 0: copies -------------------------------------------------------------------------------------
@@ -62,17 +70,15 @@ __device__ __forceinline__ void load_chunk(const WalkParams& p, Tiles& sm, Signa
     const int s = c % STAGES, head = item.head / p.group;
     u64* bar = &signals.loaded[s];
     barrier_wait(&signals.free[s], (c / STAGES & 1) ^ 1);
-    barrier_expect(bar, TILE + HAS_Q * TILE + HAS_V * TILE + (1 + HAS_Q) * chunk.y * 128);
+    barrier_expect(bar, TILE + SQUARE + has_v(item) * TILE + HAS_Q * (TILE + chunk.y * 128));
     for (int half = 0; half < 2; half++) {
         tma_load(sm.k[s] + half * HALF, &p.k, bar, half * 64, head, chunk.x);
 #if HAS_Q
         tma_load(sm.q[s] + half * HALF, &p.q, bar, half * 64, head, chunk.x);
 #endif
-#if HAS_V
-        tma_load(sm.v[s] + half * HALF, &p.v, bar, half * 64, item.head, chunk.x);
-#endif
+        if (has_v(item)) tma_load(sm.v[s] + half * HALF, &p.v, bar, half * 64, item.head, chunk.x);
     }
-    bulk_load(sm.t[s], p.t + (static_cast<long long>(item.head) * p.tokens + chunk.x) * 128, chunk.y * 128, bar);
+    tma_load(sm.t[s], &p.out_map, bar, 0, item.head, chunk.x);
 #if HAS_Q
     bulk_load(sm.p[s], p.qk + (static_cast<long long>(head) * p.tokens + chunk.x) * 128, chunk.y * 128, bar);
 #endif
@@ -100,9 +106,7 @@ __device__ __forceinline__ void zero_tail(Tiles& sm, int s, int count, int t) {
 #if HAS_Q
     zero_rows(sm.p[s], 1, count, t), zero_rows(sm.q[s], 2, count, t);
 #endif
-#if HAS_V
     zero_rows(sm.v[s], 2, count, t);
-#endif
     fence_async();
     named_barrier<1, SCORERS>();
 }
@@ -110,6 +114,7 @@ __device__ __forceinline__ void zero_tail(Tiles& sm, int s, int count, int t) {
 struct Gates { float g, q_norm, k_norm; };  // of token t < 64 of a chunk; fetched a chunk ahead, untouched until needed
 
 __device__ __forceinline__ Gates fetch_gates(const WalkParams& p, int head, int2 chunk, int t) {
+    asm volatile("" : "+r"(head));  // addresses are worked out here, not kept in registers from chunk to chunk
     Gates x{0.f, 1.f, 1.f};
     if (t < chunk.y) {  // at most 64
         const long long row = chunk.x + t;
@@ -124,6 +129,7 @@ __device__ __forceinline__ Gates fetch_gates(const WalkParams& p, int head, int2
 }
 
 __device__ __forceinline__ void gate_scan(const WalkParams& p, Signals& sm, const Gates& x, int2 chunk, int s, int t) {
+    asm volatile("" : "+r"(t));  // as in fetch_gates
     Scalars& out = sm.scalars[s];
     float g = fmaxf(x.g, GATE_FLOOR) * LOG2_E;  // decays are powers of two from here on
     if (t < C)
@@ -207,17 +213,20 @@ __device__ __forceinline__ int state_offset(int i, int half, int warp, int lane)
     return (i / 4 * 8 + lane % 4 * 2 + (i & 1)) * K + half * 64 + warp * 16 + lane / 4 + (i >> 1 & 1) * 8;
 }
 
-template <typename Default> __device__ __forceinline__ void start_state(const WalkParams& p, float (&S)[64], const Item& item, bool given, int half, int t, Default otherwise) {
-    const int row = given ? p.rows[item.segment].x : -1;
-    const float* from = p.start + (static_cast<long long>(row) * p.value_heads + item.head) * K * K;
-#pragma unroll
-    for (int i = 0; i < 64; i++) S[i] = row >= 0 ? from[state_offset(i, half, t / 32, t % 32)] : otherwise(state_offset(i, half, t / 32, t % 32));
-}
-__device__ __forceinline__ void end_state(const WalkParams& p, const float (&S)[64], const Item& item, int half, int t) {
-    const int row = p.rows[item.segment].y;
-    if (row < 0) return;
+__device__ __forceinline__ void start_state(const WalkParams& p, float (&S)[64], const Item& item, int row, int half, int t) {
     asm volatile("" : "+r"(t));  // offsets are worked out here, not kept in registers through the walk
-    float* to = p.end + (static_cast<long long>(row) * p.value_heads + item.head) * K * K;
+    const float* from = p.start + (static_cast<long long>(row) * p.value_heads + item.head) * K * K;
+    const float one = is_map(item) && item.chunks > 0 ? 1.f : 0.f;  // a map starts as the identity
+#pragma unroll
+    for (int i = 0; i < 64; i++) {
+        const int at = state_offset(i, half, t / 32, t % 32);
+        S[i] = row >= 0 ? from[at] : at / K == at % K ? one : 0.f;
+    }
+}
+__device__ __forceinline__ void end_state(float* end, const WalkParams& p, const float (&S)[64], const Item& item, int row, int half, int t) {
+    if (row < 0) return;
+    asm volatile("" : "+r"(t));  // as in start_state
+    float* to = end + (static_cast<long long>(row) * p.value_heads + item.head) * K * K;
 #pragma unroll
     for (int i = 0; i < 64; i++) to[state_offset(i, half, t / 32, t % 32)] = S[i];
 }
@@ -241,12 +250,17 @@ __device__ __forceinline__ void pack_all(u32 (&to)[16], const float (&x)[32]) {
     for (int i = 0; i < 16; i++) to[i] = pack(x[2 * i], x[2 * i + 1]);
 }
 
+// Where the c-th chunk's state and Vn go.
+__device__ __forceinline__ long long place_of(const WalkParams& p, const Item& item, int c) {
+    const int2 at = p.places[blockIdx.x];
+    return at.x + static_cast<long long>(REVERSE ? item.chunks - 1 - c : c) * at.y;
+}
 // The state before a chunk to global memory; its image in shared memory must be free.
-__device__ __forceinline__ void emit_state(const WalkParams& p, char* image, const u32 (&state)[32], const Item& item, int chunk, int half, int t) {
+__device__ __forceinline__ void emit_state(const WalkParams& p, char* image, const u32 (&state)[32], const Item& item, int c, int half, int t) {
     store_transposed<K>(image, state, t);
     fence_async();
     half_barrier(half);
-    if (t == 0) bulk_store(p.states + ((static_cast<long long>(chunk - p.first_chunk) * p.value_heads + item.head) * 2 + half) * (IMAGE / 2), image, IMAGE / 2);
+    if (t == 0) bulk_store(p.states + (place_of(p, item, c) * 2 + half) * (IMAGE / 2), image, IMAGE / 2);
 }
 
 // One half of [tokens, 128] outputs from a tile in shared memory: a whole chunk by one bulk copy, a partial one row by row.
@@ -274,16 +288,43 @@ __device__ __forceinline__ void init_signals(Signals& sm) {
 }
 // The item of this block without the chunks that decay hides; returns how many were left out.
 __device__ __forceinline__ int trim(const WalkParams& p, Item& item) {
-    const int hidden = p.limits ? p.limits[item.segment * p.value_heads + item.head] : 0;
+    if (!SUMMARY || !p.bound) return 0;
+    float total;
+    const float* bound = p.bound + static_cast<long long>(item.head) * p.num_chunks + item.first_chunk;
+    int hidden = skipped(bound, item.chunks, p.cutoff, REVERSE, threadIdx.x % 32, total);
+    if (is_map(item)) {
+        const bool zero = !(total > p.cutoff);
+        hidden = zero ? item.chunks : 0;
+        if (threadIdx.x == 0) p.dropped[static_cast<long long>(p.segments[item.segment].z) * p.value_heads + item.head] = zero;
+    }
     if (!REVERSE) item.first_chunk += hidden;
     item.chunks -= hidden;
     return hidden;
 }
 
-// A block's work: its item without the chunks that decay hides. GIVEN: a start state may be given, `otherwise` says what a state is
-// without one. EMITS: the chunks leave copies under way.
-template <bool GIVEN, bool EMITS, typename Smem, typename Default, typename Chunk>
-__device__ __forceinline__ void run_item(const WalkParams& p, Default otherwise, Chunk chunk) {
+// One segment's offset or map.
+template <typename Smem, typename Chunk> __device__ __forceinline__ void run_summary(const WalkParams& p, Smem& sm, const Item& item, int hidden, int half, int t, Chunk chunk) {
+    float state[64];
+    start_state(p, state, item, hidden || is_map(item) || !p.start ? -1 : p.rows[item.segment].x, half, t);
+    for (int c = 0; c < item.chunks; c++) chunk(sm, state, item, c, half, t);
+    if (is_map(item)) end_state(p.maps, p, state, item, p.segments[item.segment].z, half, t);
+    else end_state(p.end, p, state, item, p.rows[item.segment].y, half, t);
+}
+// A run, segment by segment; the chunks leave copies under way.
+template <typename Smem, typename Chunk> __device__ __forceinline__ void run_segments(const WalkParams& p, Smem& sm, const Item& item, int half, int t, Chunk chunk) {
+    float state[64];
+    int c = 0;
+    for (int i = 0; c < item.chunks; i++) {
+        const int segment = p.items[blockIdx.x].segment + (REVERSE ? item.run - 1 - i : i);  // read again, not kept in a register
+        start_state(p, state, item, p.start ? p.rows[segment].x : -1, half, t);
+        for (const int last = c + p.segments[segment].y; c < last; c++) chunk(sm, state, item, c, half, t);
+        end_state(p.end, p, state, item, p.rows[segment].y, half, t);
+    }
+    bulk_wait<0>();
+}
+
+// A block's work, `chunk` by chunk.
+template <typename Smem, typename Chunk> __device__ __forceinline__ void run_item(const WalkParams& p, Chunk chunk) {
     extern __shared__ __align__(1024) char raw[];
     Smem& sm = *reinterpret_cast<Smem*>(raw);
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), t = threadIdx.x % 128;
@@ -295,11 +336,6 @@ __device__ __forceinline__ void run_item(const WalkParams& p, Default otherwise,
         if (item.chunks > 0) auxiliary(p, sm.tiles, sm.signals, item, t);
     } else {
         registers_inc<STATE_REGISTERS>();
-        const int half = warpgroup - 1;
-        float state[64];
-        start_state(p, state, item, GIVEN && hidden == 0 && p.start, half, t, [&](int at) { return otherwise(item, at); });
-        for (int c = 0; c < item.chunks; c++) chunk(sm, state, item, c, half, t);
-        if (EMITS) bulk_wait<0>();
-        end_state(p, state, item, half, t);
+        if (SUMMARY) run_summary(p, sm, item, hidden, warpgroup - 1, t, chunk); else run_segments(p, sm, item, warpgroup - 1, t, chunk);
     }
 }

@@ -1,8 +1,8 @@
 // walk: the recurrence over the chunks of one segment and value head, S' = gam_C S + (e K)^T Vn, Vn = T (V - diag(gam) K S).
 //
-// Grid: one block per item (a segment and a value head, longest first). Block: 384 threads, roles as in tiles.cuh.
-// EMIT_O: o of every token. EMIT_S: the state before each chunk and Vn, for a backward. HAS_V = 0: no v, from the identity: the
-// end state is the segment's map M. All run the same recurrence, so a state has the same bits wherever it is computed.
+// Grid: one block per item (segments and a value head, longest first). Block: 384 threads, roles as in tiles.cuh.
+// EMIT_O: o of every token. EMIT_S: the state before each chunk and Vn, for a backward. Neither: summaries, the end state from zero (or
+// an initial state), B, and without v, from the identity, M. All run the same recurrence: a state has the same bits in each.
 // Reads per chunk: 16 KB of k (and q, v), 8 KB of N (and Q K^T), gates; writes 16 KB of o, or 32 KB of S and 16 KB of Vn.
 #ifndef EMIT_O
 #define EMIT_O 1
@@ -10,10 +10,8 @@
 #ifndef EMIT_S
 #define EMIT_S 0
 #endif
-#ifndef HAS_V
-#define HAS_V 1
-#endif
 #define HAS_Q EMIT_O
+#define SUMMARY (!EMIT_O && !EMIT_S)
 #define REVERSE 0
 #include "tiles.cuh"
 
@@ -27,7 +25,7 @@ struct alignas(1024) WalkSmem {
 };
 
 // O^T or Vn^T of one half: the tile is free once its last copy has been read.
-__device__ __forceinline__ void emit_output(const WalkParams& p, WalkSmem& sm, const u32 (&x)[16], const Item& item, int2 chunk, int half, int t) {
+__device__ __forceinline__ void emit_output(const WalkParams& p, WalkSmem& sm, const u32 (&x)[16], const Item& item, int c, int2 chunk, int half, int t) {
     char* tile = sm.out[half];
     if (t == 0) bulk_wait_read<0>();
     half_barrier(half);
@@ -35,7 +33,7 @@ __device__ __forceinline__ void emit_output(const WalkParams& p, WalkSmem& sm, c
     if (EMIT_O) return emit_rows(p, tile, item, chunk, half, t);
     fence_async();
     half_barrier(half);
-    if (t == 0) bulk_store(p.values + ((static_cast<long long>(item.head) * 2 + half) * p.value_rows + chunk.x - p.first_row) * 128, tile, chunk.y * 128);
+    if (t == 0) bulk_store(p.values + (place_of(p, item, c) * 2 + half) * HALF, tile, chunk.y * 128);
 }
 
 // W^T = V^T - U diag(gam), as an operand.
@@ -112,14 +110,12 @@ __device__ __forceinline__ void state_chunk(const WalkParams& p, WalkSmem& sm, f
     for (int i = 0; i < 32; i++) state[i] = pack(S[2 * i], S[2 * i + 1]);
     barrier_wait(&sm.signals.ready[s], c / STAGES & 1);
     read_state(sm.tiles, s, state, U, O);
-#if HAS_V
-    load_transposed(values, sm.tiles.v[s] + half * HALF, t);
-#endif
+    if (has_v(item)) load_transposed(values, sm.tiles.v[s] + half * HALF, t);
     wgmma_wait<EMIT_O>();
 #if EMIT_S
     if (t == 0) bulk_wait_read<0>();
     half_barrier(half);
-    emit_state(p, sm.image[half], state, item, item.first_chunk + c, half, t);
+    emit_state(p, sm.image[half], state, item, c, half, t);
 #endif
     residual(w, values, U, scalar, t);
     solve(sm.tiles, s, X, S, w, scalar.decay);
@@ -127,7 +123,7 @@ __device__ __forceinline__ void state_chunk(const WalkParams& p, WalkSmem& sm, f
     scale_tokens(scaled, O, X, scalar, t);
     write_state(sm.tiles, s, S, O, scaled, plain);
 #if EMIT_S
-    emit_output(p, sm, plain, item, scalar.chunk, half, t);
+    emit_output(p, sm, plain, item, c, scalar.chunk, half, t);
 #endif
     wgmma_wait<0>();
 #if EMIT_O
@@ -136,14 +132,12 @@ __device__ __forceinline__ void state_chunk(const WalkParams& p, WalkSmem& sm, f
     if (t % 32 == 0) barrier_arrive(&sm.signals.free[s]);  // every warp: a product is done warp by warp
 #if EMIT_O
     pack_all(plain, O);
-    emit_output(p, sm, plain, item, chunk, half, t);
+    emit_output(p, sm, plain, item, c, chunk, half, t);
 #endif
 }
 
 extern "C" __device__ const int shared_bytes = sizeof(WalkSmem);  // asked for at the launch
 
 extern "C" __global__ void __launch_bounds__(384, 1) walk(const __grid_constant__ WalkParams p) {
-    run_item<HAS_V, EMIT_O || EMIT_S, WalkSmem>(
-        p, [](const Item& item, int at) { return !HAS_V && item.chunks > 0 && at / K == at % K ? 1.f : 0.f; },
-        [&](WalkSmem& sm, float (&S)[64], const Item& item, int c, int half, int t) { state_chunk(p, sm, S, item, c, half, t); });
+    run_item<WalkSmem>(p, [&](WalkSmem& sm, float (&S)[64], const Item& item, int c, int half, int t) { state_chunk(p, sm, S, item, c, half, t); });
 }

@@ -4,7 +4,7 @@ tested without a GPU. The backward is autograd through the same tokens, segment 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from types import SimpleNamespace
@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from cp_gdn import affine, context, on_kernels
-from cp_gdn.backends import hopper, hopper_backward
+from cp_gdn.backends import hopper, hopper_backward, hopper_walk
 from cp_gdn.backends.choice import BackendChoice
 from cp_gdn.backends.hopper_hops import KernelHops
-from cp_gdn.backends.hopper_walk import Ends, WalkInputs
+from cp_gdn.backends.hopper_prepare import Prepared
+from cp_gdn.backends.hopper_walk import Ends, Items, WalkInputs
 from cp_gdn.reference import gated_delta_step
 
 POISON = 1e6
@@ -42,13 +43,10 @@ def fold(
             states[dst] = out if offsets is None else out + offsets[offset]
 
 
-def prepare(kernel: Any, q: Tensor, *tensors: Tensor) -> Any:
-    return SimpleNamespace(bound=torch.zeros(1), rstd=None)
-
-
-def limits(kernel: Any, bound: Tensor, segments: Tensor, found: Sequence[Tensor], cutoff: float) -> None:
-    for each in found:
-        each.zero_()
+def prepare(kernel: Any, q: Tensor, k: Tensor, gates: Any, chunks: Tensor, t: Tensor) -> Any:
+    """T is left where a walk will put its output."""
+    t.fill_(POISON)
+    return Prepared(t=t, room=torch.empty(0), at=(0, 0, 0), heads=(q.shape[1], t.shape[1]), chunks=len(chunks))
 
 
 class Walks:
@@ -59,40 +57,47 @@ class Walks:
         self.values: Tensor | None = None
         self.grads: dict[str, Tensor] = {}
 
-    def walk(self, kernel: str, x: WalkInputs, tables: tuple[Tensor, Tensor], ends: Ends, *out: Any) -> None:
-        runs, items = (table.tolist() for table in tables)
+    def summarize(self, kernel: str, x: WalkInputs, work: Items, ends: Ends, found: Any) -> None:
+        places = ends.rows.view(torch.int32).view(-1, 2).tolist()
+        if found.dropped is not None:
+            found.dropped.zero_()
+        for (segment, map_row, rows), head, run in pieces(x, work):
+            if run < 0:
+                found.maps[map_row, head] = self.forward("m", x, (segment, head), rows, torch.eye(128))
+                continue
+            start, end = places[segment]
+            state = ends.start[start, head] if start >= 0 else torch.zeros(128, 128)  # type: ignore[index]
+            step = self.forward if kernel == "b" else self.backward
+            ends.end[end, head] = step(kernel, x, (segment, head), rows, state)  # type: ignore[index]
+
+    def replay(self, kernel: str, x: WalkInputs, work: Items, ends: Ends, tapes: Any = None) -> None:
         places = ends.rows.view(torch.int32).view(-1, 2).tolist()
         if kernel == "states":
             self.entries, self.values = {}, x.v
-        for first, count, head, segment in items:
+        for (segment, _, rows), head, run in pieces(x, work):
+            assert run > 0
             start, end = places[segment]
-            state = torch.eye(128) if kernel == "m" else torch.zeros(128, 128)
+            state = torch.zeros(128, 128)
             if start >= 0:
                 assert ends.start is not None
                 state = ends.start[start, head]
-            rows = [t for row, n in runs[first : first + count] for t in range(row, row + n)]
             if kernel == "states":
                 self.entries[segment, head] = state
                 continue
-            step = self.forward if kernel in ("b", "m", "o") else self.backward
-            state = step(kernel, x, (segment, head), rows, state, out[0])
+            state = (self.forward if kernel == "o" else self.backward)(kernel, x, (segment, head), rows, state)
             if end >= 0:
                 assert ends.end is not None
                 ends.end[end, head] = state
 
-    def forward(
-        self, kernel: str, x: WalkInputs, item: tuple[int, int], rows: list[int], state: Tensor, o: Tensor | None
-    ) -> Tensor:
+    def forward(self, kernel: str, x: WalkInputs, item: tuple[int, int], rows: list[int], state: Tensor) -> Tensor:
         head = item[1]
         leaves = leaves_of(x, rows, head, None if kernel == "m" else x.v)
         outputs, state = tokens(leaves, state, x.scale)
-        if o is not None:
-            o[rows, head] = outputs.to(o.dtype)
+        if kernel == "o":
+            x.prepared.t[rows, head] = outputs.to(x.v.dtype)
         return state
 
-    def backward(
-        self, kernel: str, x: WalkInputs, item: tuple[int, int], rows: list[int], after: Tensor, dv: Tensor | None
-    ) -> Tensor:
+    def backward(self, kernel: str, x: WalkInputs, item: tuple[int, int], rows: list[int], after: Tensor) -> Tensor:
         """x.v is dO; the adjoint before the segment, and in a replay all gradients of its tokens."""
         head, replay = item[1], kernel == "replay"
         with torch.enable_grad():
@@ -102,7 +107,7 @@ class Walks:
             loss = (outputs * x.v[rows, head].float()).sum() + (end * after).sum()
             *grads, before = torch.autograd.grad(loss, [*leaves.values(), entry], materialize_grads=True)
         if replay:
-            assert dv is not None
+            dv = x.prepared.t
             key_head = head * x.q.shape[1] // x.v.shape[1]
             for name, value in zip(NAMES, grads, strict=True):
                 place = key_head if name in ("q", "k") else head
@@ -111,15 +116,30 @@ class Walks:
             dv[rows, head] = grads[2].to(dv.dtype)
         return before
 
-    def grad(self, kernel: Any, x: WalkInputs, chunks: Tensor, tapes: Any, adjoints: Tensor, out: Any) -> None:
-        """Those of the tokens walked since the last call; dv is there already."""
-        rows = torch.zeros(len(x.g), dtype=torch.bool)
-        for row, count in chunks.tolist()[tapes.first_chunk : tapes.first_chunk + len(tapes.states)]:
-            rows[row : row + count] = True
-        for name in ("q", "k", "g", "beta"):
-            room = getattr(out, name)
-            room[rows] = self.grads[name][rows].to(room.dtype)
+    def grad(self, kernel: Any, x: WalkInputs, steps: Tensor, tapes: Any, out: Any) -> None:
+        """Those of the tokens and heads walked since the last call; dv is there already."""
+        heads, value_heads = x.prepared.heads
+        group = value_heads // heads
+        for row, count, head, _ in steps.tolist():
+            for name in ("q", "k", "g", "beta"):
+                own = slice(head, head + 1) if name in ("q", "k") else slice(head * group, (head + 1) * group)
+                room = getattr(out, name)
+                room[row : row + count, own] = self.grads[name][row : row + count, own].to(room.dtype)
         self.grads = {}
+
+
+def pieces(x: WalkInputs, work: Items) -> Iterator[tuple[tuple[int, int, list[int]], int, int]]:
+    """Segment, row of its map and token rows, value head, run: of every segment of every item."""
+    segments, runs = work.segments.view(torch.int32).view(-1, 4).tolist(), x.chunks.tolist()
+    for first, count, packed, segment in work.items.tolist():
+        run, head = packed >> 16, packed & 0xFFFF
+        seen = 0
+        for each in range(segment, segment + max(run, 1)):
+            chunk, chunks, map_row, _ = segments[each]
+            assert chunk == first + seen
+            seen += chunks
+            yield (each, map_row, [t for a, n in runs[chunk : chunk + chunks] for t in range(a, a + n)]), head, run
+        assert seen == count
 
 
 def leaves_of(x: WalkInputs, rows: list[int], head: int, values: Tensor | None) -> dict[str, Tensor]:
@@ -142,7 +162,7 @@ def tokens(leaves: dict[str, Tensor], state: Tensor, scale: float) -> tuple[Tens
 @contextmanager
 def doubles() -> Iterator[None]:
     """Every context on the CPU takes the "kernels" inside."""
-    kernels = SimpleNamespace(prepare=(None, None), limits=None, walks=("b", "m", "o"))
+    kernels = SimpleNamespace(prepare=(None, None), summary="b", output="o")
     backward = SimpleNamespace(states="states", summary="summary", replay="replay", grad=(None, None))
     walks: dict[int, Walks] = {}
 
@@ -152,9 +172,10 @@ def doubles() -> Iterator[None]:
     new = hopper.HopperBackend.new_states
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hopper, "prepare", prepare)
-        patch.setattr(hopper, "limits", limits)
-        for module in (hopper, hopper_backward):
-            patch.setattr(module, "walk_rows", lambda *args: of_thread().walk(*args, *(None,) * (6 - len(args))))
+        for module in (hopper, hopper_walk):  # the backward calls the second
+            patch.setattr(module, "summarize", lambda *args: of_thread().summarize(*args))
+            patch.setattr(module, "replay", lambda *args: of_thread().replay(*args))
+        patch.setattr(WalkInputs, "__post_init__", lambda self: None)
         patch.setattr(hopper_backward, "grad", lambda *args: of_thread().grad(*args))
         patch.setattr(hopper, "load_kernels", lambda index, group: kernels)
         patch.setattr(hopper_backward.BackwardKernels, "load", lambda group: backward)
@@ -163,4 +184,5 @@ def doubles() -> Iterator[None]:
             patch.setattr(module, "on_device", lambda index: nullcontext())
         patch.setattr(context, "choose_backend", lambda asked, comm: BackendChoice(kind="hopper", reason="a test"))
         patch.setattr(hopper.HopperBackend, "new_states", lambda self, rows: new(self, rows).fill_(POISON))
+        patch.setattr(hopper_backward, "tape_bytes", lambda places: 0)
         yield

@@ -7,16 +7,20 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cp_gdn
 from cp_gdn import Comm, Options, build_context, chunk_gated_delta_rule, library, partition, twin
-from cp_gdn.backends import hopper_mirror
+from cp_gdn.backends import hopper_items, hopper_slabs
 from cp_gdn.backends.hopper_hops import chain_of_hop, kernel_hops, packed
 from cp_gdn.chains import Hops
 from cp_gdn.context import Context
+from cp_gdn.plan import Segments
 from cp_gdn.saved import InputGradients, Saved
+from cp_gdn.tables import upload
 from tests.kernel_double import doubles
 
 torch.set_num_threads(1)
@@ -119,10 +123,80 @@ def test_slabs_of_segments_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> Non
     case = (1, "zigzag", 2, "auto")
     with doubles():
         whole = run(case)
-        monkeypatch.setattr(hopper_mirror, "SLAB_BYTES", 1)
+        monkeypatch.setattr(hopper_slabs, "SLAB_BYTES", 1)
+        monkeypatch.setattr(hopper_slabs, "BLOCKS", 1)
         slabs = run(case)
     for name in whole.keys() - {"backend"}:
         assert torch.equal(whole[name], slabs[name]), name
+
+
+def segments_of(num_chunks: list[int]) -> Segments:
+    """Segments of whole documents with so many chunks."""
+    lengths = [64 * n for n in num_chunks]
+    part = partition([0, *np.cumsum(lengths).tolist()], 1, "contiguous")
+    return build_context(part, Comm.alone(), heads=HEADS, segments=1).plan.segments
+
+
+@pytest.mark.parametrize(
+    ("num_chunks", "ids", "want"),
+    [
+        ([24, 1, 1, 30, 2], None, [(3, 1), (0, 1), (1, 2), (4, 1)]),  # a long one is alone, its neighbours share
+        ([10, 10, 10, 10], None, [(0, 3), (3, 1)]),  # as many as start below the limit
+        ([1, 1, 1, 1], [0, 1, 3], [(0, 2), (3, 1)]),  # what lies between is another walk's
+        ([1] * 50, None, [(0, 24), (24, 24), (48, 2)]),
+        ([5], None, [(0, 1)]),
+        ([5], [], []),
+    ],
+    ids=str,
+)
+def test_short_neighbours_share_a_block(num_chunks: list, ids: list | None, want: list) -> None:
+    segments = segments_of(num_chunks)
+    asked = np.arange(len(num_chunks)) if ids is None else np.array(ids, dtype=np.int64)
+    items = hopper_items.run_items(segments, asked[::-1])
+    assert [(segment, packed >> 16) for _, _, packed, segment in items.tolist()] == want
+    counted = [sum(num_chunks[s : s + run]) for s, run in want]
+    assert items[:, 1].tolist() == counted
+    assert items[:, 0].tolist() == [int(segments.first_chunk[s]) for s, _ in want]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=12),
+    heads=st.sampled_from([(1, 1), (2, 6), (4, 8), (3, 3)]),
+    slab=st.integers(1, 40),
+    blocks=st.integers(1, 20),
+)
+def test_every_chunk_and_head_has_one_step_and_every_tape_one_place(
+    lengths: list[int], heads: tuple[int, int], slab: int, blocks: int
+) -> None:
+    first = np.cumsum(lengths) - lengths
+    items = np.stack((first, lengths, np.full(len(lengths), 1 << 16), np.arange(len(lengths))), 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hopper_slabs, "BLOCKS", blocks)
+        patch.setattr(hopper_slabs, "SLAB_BYTES", slab * hopper_slabs.CHUNK_BYTES)
+        tables = hopper_slabs.slab_tables(items, heads)
+    uploaded = upload(tables, torch.device("cpu"))
+    chunks = torch.tensor([(64 * c, 64) for c in range(sum(lengths))], dtype=torch.int32)
+    steps, group = hopper_slabs.steps_of(uploaded, chunks), heads[1] // heads[0]
+    assert sorted(map(tuple, steps[:, [3, 2]].tolist())) == [
+        (c, h) for c in range(sum(lengths)) for h in range(heads[0])
+    ]
+    assert torch.equal(steps[:, 0], 64 * steps[:, 3])
+    places = hopper_slabs.places_of_heads(uploaded, group).tolist()
+    assert len(places) == len(items) * heads[1]
+    wave = max(1, blocks // group)
+    for each in tables.slabs:
+        pairs = each.end_pair - each.first_pair
+        assert pairs == wave or each.steps * group <= slab or each.end_pair == len(items) * heads[0]
+        for pair in range(each.first_pair, each.end_pair):
+            item, head = divmod(pair, heads[0])
+            for member in range(group):
+                place, stride = places[item * heads[1] + head * group + member]
+                for c in range(lengths[item]):
+                    step, of_group = divmod(place + c * stride, group)
+                    assert of_group == member
+                    assert steps[each.first_step + step, [3, 2]].tolist() == [first[item] + c, head]
+                    assert step < each.steps
 
 
 def test_states_that_start_documents_take_no_memory_without_an_initial_state() -> None:

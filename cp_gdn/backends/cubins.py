@@ -16,27 +16,40 @@ ARCH = "sm_90a"
 FLAGS = ("-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a", "-cubin")
 GROUPS = (1, 2, 3, 4, 8)
 """Value heads per query/key head that the kernels are made for."""
+CONV_WIDTHS = range(2, 9)
+"""Taps that the convolution's kernels are made for."""
 
 Variant = tuple[str, Mapping[str, int]]
 
-VARIANTS: tuple[Variant, ...] = (
+OP_VARIANTS: tuple[Variant, ...] = (
     *((name, {"GROUP": group, "L2NORM": norm}) for name in ("prepare", "grad") for group in GROUPS for norm in (0, 1)),
-    ("walk", {"EMIT_O": 1, "EMIT_S": 0, "HAS_V": 1}),
-    ("walk", {"EMIT_O": 0, "EMIT_S": 1, "HAS_V": 1}),
-    ("walk", {"EMIT_O": 0, "EMIT_S": 0, "HAS_V": 1}),
-    ("walk", {"EMIT_O": 0, "EMIT_S": 0, "HAS_V": 0}),
+    ("walk", {"EMIT_O": 1, "EMIT_S": 0}),
+    ("walk", {"EMIT_O": 0, "EMIT_S": 1}),
+    ("walk", {"EMIT_O": 0, "EMIT_S": 0}),
     ("adjoint", {"EMIT": 0}),
     ("adjoint", {"EMIT": 1}),
     ("fold", {"TRANSPOSED": 0}),
     ("fold", {"TRANSPOSED": 1}),
-    ("limits", {}),
 )
+"""Kernels of the op."""
+
+LAYER_VARIANTS: tuple[Variant, ...] = (
+    *((name, {"WIDTH": w, "BF16": bf16}) for name in ("conv", "conv_grad") for w in CONV_WIDTHS for bf16 in (0, 1)),
+    ("norm_forward", {}),
+    ("norm_grad", {}),
+    ("gates", {"BACKWARD": 0}),
+    ("gates", {"BACKWARD": 1}),
+    ("sums", {}),
+)
+"""Kernels of a layer around the op: one that does not compile takes its torch form, and the op keeps its own."""
+
+VARIANTS = (*OP_VARIANTS, *LAYER_VARIANTS)
 """Every kernel that some context may load."""
 
 
 def variants_of(group: int) -> list[Variant]:
-    """What a context of ``group`` value heads per query/key head may load."""
-    return [variant for variant in VARIANTS if variant[1].get("GROUP", group) == group]
+    """What the op of a context of ``group`` value heads per query/key head may load."""
+    return [variant for variant in OP_VARIANTS if variant[1].get("GROUP", group) == group]
 
 
 class NoCompiler(RuntimeError):

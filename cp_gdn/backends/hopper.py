@@ -1,7 +1,7 @@
 """The Hopper backend of a context: the forward of the op on the kernels of ``kernels/``.
 
-prepare -> limits -> walk for B, for M -> fold -> exchange -> fold -> walk for o
-States, offsets, maps and final states are read and written where they lie, by row.
+prepare -> walk for B and M -> fold -> exchange -> fold -> walk for o
+States, offsets, maps and final states are read and written where they lie, by row; T waits inside of o.
 """
 
 from collections.abc import Sequence
@@ -12,26 +12,27 @@ from torch import Tensor
 
 from cp_gdn import affine
 from cp_gdn.backends.cubins import cubins, variants_of
-from cp_gdn.backends.hopper_fold import limits, load_fold, load_limits
+from cp_gdn.backends.hopper_fold import load_fold
+from cp_gdn.backends.hopper_items import items_of_heads
 from cp_gdn.backends.hopper_prepare import PrepareKernel, load_prepare, prepare
-from cp_gdn.backends.hopper_tables import WALKS, KernelTables, items_of_heads, rows_index
-from cp_gdn.backends.hopper_walk import Ends, WalkInputs, load_walk, walk_rows
+from cp_gdn.backends.hopper_tables import WALKS, KernelTables, rows_index
+from cp_gdn.backends.hopper_walk import Ends, Items, Summaries, WalkInputs, load_walk, replay, summarize
 from cp_gdn.backends.launch import Kernel, map_ready, on_device
 from cp_gdn.backends.torch_chunked import Inputs
 from cp_gdn.comm import Comm
-from cp_gdn.flow import Carried, Exchange, Flow
+from cp_gdn.flow import Exchange, Flow
 
 SUMMARY, TRANSFER, INDEPENDENT, DEPENDENT = range(len(WALKS))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kernels:
-    """Loaded kernels of one device and group size: ``prepare`` for q and k as they are and for raw ones, ``walks`` that
-    emit B, M and o."""
+    """Loaded kernels of one device and group size: ``prepare`` for q and k as they are and for raw ones, the walks that
+    make summaries and o."""
 
     prepare: tuple[PrepareKernel, PrepareKernel]
-    limits: Kernel
-    walks: tuple[Kernel, Kernel, Kernel]
+    summary: Kernel
+    output: Kernel
 
 
 def load_kernels(index: int, group: int) -> Kernels:
@@ -39,46 +40,35 @@ def load_kernels(index: int, group: int) -> Kernels:
     cubins(variants_of(group))
     with on_device(index):
         load_fold(adjoint=False), load_fold(adjoint=True)
-        walks = (load_walk(), load_walk(has_v=False), load_walk(emit_o=True))
         prepares = (load_prepare(group), load_prepare(group, l2norm=True))
-        return Kernels(prepare=prepares, limits=load_limits(), walks=walks)
+        return Kernels(prepare=prepares, summary=load_walk(), output=load_walk(emit_o=True))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Summarized:
+    """Maps of the segments that need one, then the composed ones, and offsets.
+
+    Attributes:
+        dropped: [maps, HV] int32, which maps are zero; None without a cutoff.
+    """
+
+    maps: Tensor
+    offsets: Tensor
+    dropped: Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entered:
     """A forward whose exchange has begun: ``states`` are complete once ``exchange`` has been waited for (at once if
-    None)."""
+    None). ``found``: None where the states were carried here."""
 
     states: Tensor
-    maps: Tensor | None
-    offsets: Tensor | None
+    found: Summarized | None
     exchange: Exchange | None
-    dropped: Tensor | None = None
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Chunked:
-    """One call's tensors as the walks read them, and what the decay bound leaves out (`limits`), None without a cutoff.
-
-    Attributes:
-        limits: three of [n, HV] int32: of summaries, adjoint summaries and maps.
-        dropped: [maps, HV] int32, which maps are zero; composed ones once they are there.
-    """
-
-    inputs: WalkInputs
-    limits: Sequence[Tensor] | None
-    dropped: Tensor | None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Ran:
-    """What a forward gives: o [T, HV, 128], final states [exit_docs, HV, 128, 128] (no rows if not asked for), and what
-    a backward may want."""
-
-    o: Tensor
-    final: Tensor
-    chunked: Chunked
-    entered: Entered
+    @property
+    def maps(self) -> Tensor | None:
+        return None if self.found is None else self.found.maps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,14 +76,16 @@ class HopperBackend:
     """Stages of the forward of one context.
 
     Attributes:
-        items: of each walk, [segments * HV, 4] int32. rows: see `rows_index`. chunks: [N, 2] int32, of the tables.
+        work: items of each walk. rows: see `rows_index`. chunks: [N, 2] int32, of the tables. nothing: no rows of
+            states.
         alone: every segment is a whole document, so that nothing is summarized, folded or sent.
     """
 
     tables: KernelTables
-    items: Sequence[Tensor]
+    work: Sequence[Items]
     rows: Sequence[Tensor]
     chunks: Tensor
+    nothing: Tensor
     alone: bool
     kernels: Kernels
     cutoff: float | None
@@ -103,17 +95,19 @@ class HopperBackend:
     @classmethod
     def of(cls, tables: KernelTables, heads: tuple[int, int], cutoff: float | None) -> "HopperBackend":
         """The backend of uploaded ``tables``; the kernels are loaded already."""
-        index = tables.items.device.index
+        index, value_heads = tables.items.device.index, heads[1]
+        items = items_of_heads(tables.items, value_heads).split([value_heads * n for n in tables.counts])
         return cls(
             tables=tables,
-            items=items_of_heads(tables.items, tables.counts, heads[1]),
+            work=[Items(items=x, segments=tables.segments) for x in items],
             rows=tables.rows.unbind(),
             chunks=tables.chunks.view(torch.int32).view(-1, 2),
+            nothing=torch.empty((0, value_heads, 128, 128), device=tables.items.device),
             alone=not any(tables.counts[:INDEPENDENT]) and tables.routes.kind == "none",
-            kernels=load_kernels(index, heads[1] // heads[0]),
+            kernels=load_kernels(index, value_heads // heads[0]),
             cutoff=cutoff,
             device=index,
-            value_heads=heads[1],
+            value_heads=value_heads,
         )
 
     @property
@@ -122,99 +116,71 @@ class HopperBackend:
 
     def new_states(self, rows: int) -> Tensor:
         """Room for states or maps."""
-        return torch.empty((rows, *self.state_shape), dtype=torch.float32, device=self.tables.items.device)
+        return torch.empty((rows, *self.state_shape), dtype=torch.float32, device=self.nothing.device)
 
     # ---- stages ------------------------------------------------------------------------------------------------------
 
-    def prepare(self, x: Inputs) -> Chunked:
-        """Everything about a chunk that does not depend on a state."""
+    def prepare(self, x: Inputs, t: Tensor) -> WalkInputs:
+        """Everything about a chunk that does not depend on a state; T into ``t``, see `Prepared`."""
         q, k, v = map_ready(x.q), map_ready(x.k), map_ready(x.v)
-        g, beta, tables = x.g.float().contiguous(), x.beta.float().contiguous(), self.tables
-        prepared = prepare(self.kernels.prepare[x.l2norm], q, k, beta, g, self.chunks)
-        found = dropped = None
-        if self.cutoff is not None and not self.alone:
-            rows = (*(tables.num_segments,) * 3, tables.num_maps)
-            flags = torch.empty((sum(rows), self.value_heads), dtype=torch.int32, device=q.device)
-            *found, dropped = flags.split_with_sizes(rows)
-            limits(self.kernels.limits, prepared.bound, tables.segments, (*found, dropped), self.cutoff)
-        inputs = WalkInputs(q=q, k=k, v=v, g=g, beta=beta, prepared=prepared, scale=x.scale)
-        return Chunked(inputs=inputs, limits=found, dropped=dropped)
+        g, beta = x.g.float().contiguous(), x.beta.float().contiguous()
+        made = prepare(self.kernels.prepare[x.l2norm], q, k, (g, beta), self.chunks, t)
+        return WalkInputs(q=q, k=k, v=v, g=g, beta=beta, chunks=self.chunks, prepared=made, scale=x.scale)
 
-    def maps(self, x: Chunked) -> Tensor:
-        """Maps of all segments that need one, then the composed ones."""
-        maps = self.new_states(self.tables.num_maps)
-        skipped = None if x.limits is None else x.limits[2]
-        self._walk(TRANSFER, x, Ends(rows=self._rows(TRANSFER), start=None, end=maps, limits=skipped))
-        affine.run(self.tables.compose_maps, maps, maps, None, dropped=x.dropped)
-        return maps
+    def summarized(self, x: WalkInputs, states: Tensor | None, *, initial: bool = False) -> Summarized:
+        """Maps of all segments that need one, then the composed ones, and the offsets, from ``states``; None: maps
+        alone."""
+        tables, walk = self.tables, TRANSFER if states is None else SUMMARY
+        maps = self.new_states(tables.num_maps)
+        dropped = None
+        if self.cutoff is not None:
+            dropped = torch.empty((tables.num_maps, self.value_heads), dtype=torch.int32, device=maps.device)
+        offsets = self.nothing if states is None else self.new_states(tables.side.num_offsets)
+        ends = Ends(rows=self._rows(walk, initial=initial), start=states, end=offsets)
+        summaries = Summaries(maps=maps, cutoff=self.cutoff, dropped=dropped)
+        summarize(self.kernels.summary, x, self.work[walk], ends, summaries)
+        affine.run(tables.compose_maps, maps, maps, None, dropped=dropped)
+        return Summarized(maps=maps, offsets=offsets, dropped=dropped)
 
-    def enter(self, comm: Comm, x: Chunked, initial: Tensor | None, purpose: str) -> Entered:
+    def enter(self, comm: Comm, x: WalkInputs, initial: Tensor | None, purpose: str) -> Entered:
         """Summarize, fold what needs no message, and begin the exchange."""
         tables, side, has_initial = self.tables, self.tables.side, initial is not None
         states = self.new_states(tables.num_rows[has_initial])
         if initial is not None:
             states[side.start_state] = initial[side.start_row]
         if self.alone:
-            return Entered(states=states, maps=self.new_states(0), offsets=None, exchange=None)
-        maps = self.maps(x)
-        offsets = self.new_states(side.num_offsets)
-        skipped = None if x.limits is None else x.limits[0]
-        rows = self._rows(SUMMARY, initial=has_initial)
-        self._walk(SUMMARY, x, Ends(rows=rows, start=states, end=offsets, limits=skipped))
-        affine.run(side.compose, offsets, maps, offsets, dropped=x.dropped)
-        affine.run(side.local, states, maps, offsets, dropped=x.dropped)
-        if tables.routes.kind == "none":
-            affine.run(side.inner_independent, states, maps, offsets, dropped=x.dropped)
-            return Entered(states=states, maps=maps, offsets=offsets, exchange=None)
-        flow = Flow(states=states, maps=maps, offsets=offsets, adjoint=False, kept=None, purpose=purpose)
-        exchange = tables.routes.exchange(comm, flow)
-        exchange.start()
-        affine.run(side.inner_independent, states, maps, offsets, dropped=x.dropped)
-        return Entered(states=states, maps=maps, offsets=offsets, exchange=exchange, dropped=x.dropped)
+            nothing = Summarized(maps=self.new_states(0), offsets=self.nothing, dropped=None)
+            return Entered(states=states, found=nothing, exchange=None)
+        found = self.summarized(x, states, initial=has_initial)
+        affine.run(side.compose, found.offsets, found.maps, found.offsets, dropped=found.dropped)
+        affine.run(side.local, states, found.maps, found.offsets, dropped=found.dropped)
+        exchange = None
+        if tables.routes.kind != "none":
+            flow = {"states": states, "maps": found.maps, "offsets": found.offsets}
+            exchange = tables.routes.exchange(comm, Flow(**flow, adjoint=False, kept=None, purpose=purpose))
+            exchange.start()
+        affine.run(side.inner_independent, states, found.maps, found.offsets, dropped=found.dropped)
+        return Entered(states=states, found=found, exchange=exchange)
 
     def settle(self, entered: Entered) -> None:
         """Take the messages, and fold inside the fragments that waited for them."""
         if entered.exchange is None:
             return
-        assert entered.maps is not None
+        found = entered.found
+        assert found is not None
         entered.exchange.wait()
         hops = self.tables.side.inner_dependent
-        affine.run(hops, entered.states, entered.maps, entered.offsets, dropped=entered.dropped)
+        affine.run(hops, entered.states, found.maps, found.offsets, dropped=found.dropped)
 
-    def replay(self, x: Chunked, entered: Entered, o: Tensor, final: Tensor | None, *, initial: bool) -> None:
-        """O of every token into ``o`` [T, HV, 128], end states of documents into ``final``."""
+    def replay(self, x: WalkInputs, entered: Entered, final: Tensor | None, *, initial: bool) -> None:
+        """O of every token in place of T, end states of documents into ``final``."""
         for part in (INDEPENDENT, DEPENDENT):
             if part == DEPENDENT:
                 self.settle(entered)
-            if not self.tables.counts[part]:
-                continue
-            rows = self._rows(part, initial=initial, final=final is not None)
-            self._walk(part, x, Ends(rows=rows, start=entered.states, end=final), o)
-
-    def forward(
-        self, comm: Comm, x: Inputs, initial: Tensor | None, carried: Carried | None, *, output: bool, final: bool
-    ) -> "Ran":
-        """A whole forward.
-
-        Args:
-            carried: what the original forward of a recompute brought: no message is sent.
-            output: write o and the final states; without it they are left undefined. final: give final states.
-        """
-        tables, shape = self.tables, x.v.shape
-        chunked = self.prepare(x)
-        if carried is None:
-            entered = self.enter(comm, chunked, initial, "STATE")
-        else:
-            entered = Entered(states=carried.states, maps=None, offsets=None, exchange=None)
-        o = torch.empty(shape, dtype=x.v.dtype, device=x.v.device)
-        ends = self.new_states(tables.num_exits if final else 0)
-        if output:
-            self.replay(chunked, entered, o, ends if final else None, initial=initial is not None)
-        else:
-            self.settle(entered)
-        if final and tables.empty_exit.numel():
-            ends[tables.empty_exit] = 0.0 if initial is None else initial[tables.empty_entry]
-        return Ran(o=o, final=ends, chunked=chunked, entered=entered)
+            if self.tables.counts[part]:
+                rows = self._rows(part, initial=initial, final=final is not None)
+                ends = Ends(rows=rows, start=entered.states if len(entered.states) else None, end=final)
+                replay(self.kernels.output, x, self.work[part], ends)
 
     def entry_states(self, saved: Tensor) -> Tensor:
         """[n, HV, K, V], the entry state of every segment, of a state buffer of `enter`."""
@@ -225,7 +191,3 @@ class HopperBackend:
 
     def _rows(self, walk: int, *, initial: bool = False, final: bool = True) -> Tensor:
         return self.rows[rows_index(walk, initial=initial, final=final)]
-
-    def _walk(self, which: int, x: Chunked, ends: Ends, o: Tensor | None = None) -> None:
-        kernel = self.kernels.walks[min(which, INDEPENDENT)]
-        walk_rows(kernel, x.inputs, (self.chunks, self.items[which]), ends, o)

@@ -1,7 +1,7 @@
 """The backward of a context on the Hopper kernels.
 
 prepare -> adjoint walk for Bt -> fold -> exchange -> fold -> per slab: walk for S and Vn, adjoint walk for dv and dS',
-grad. Slabs hold what a chunk's gradients are made of; after the folds segments are independent, so slabs change no bit.
+grad. After the folds segments are independent, so slabs change no bit. T waits inside of dv.
 """
 
 from collections.abc import Sequence
@@ -11,11 +11,14 @@ import torch
 from torch import Tensor
 
 from cp_gdn import affine
-from cp_gdn.backends.hopper import INDEPENDENT, Chunked, HopperBackend
+from cp_gdn.backends import hopper_walk
+from cp_gdn.backends.hopper import INDEPENDENT, HopperBackend
 from cp_gdn.backends.hopper_grad import KernelGradients, grad, load_grad
+from cp_gdn.backends.hopper_items import items_of_heads
 from cp_gdn.backends.hopper_mirror import MirrorTables, mirror_index
-from cp_gdn.backends.hopper_tables import KernelTables, items_of_heads, rows_index
-from cp_gdn.backends.hopper_walk import Ends, Tapes, WalkInputs, load_adjoint, load_walk, walk_rows
+from cp_gdn.backends.hopper_slabs import places_of_heads, steps_of
+from cp_gdn.backends.hopper_tables import KernelTables, rows_index
+from cp_gdn.backends.hopper_walk import Ends, Items, Summaries, Tapes, WalkInputs, load_adjoint, load_walk, tape_bytes
 from cp_gdn.backends.launch import Kernel, map_ready, on_device
 from cp_gdn.backends.torch_chunked import Inputs
 from cp_gdn.comm import Comm
@@ -24,10 +27,11 @@ from cp_gdn.flow import Flow
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Boundary:
-    """What crosses from a forward into its backward: entry states as the forward's buffer has them, maps, and the maps
-    that this rank received as an owner."""
+    """What crosses from a forward into its backward: entry states as the forward's buffer has them, whether initial
+    states came in, maps, and the maps that this rank received as an owner."""
 
     states: Tensor
+    initial: bool
     maps: Tensor
     owned: Tensor | None
 
@@ -52,26 +56,44 @@ class BackwardKernels:
         )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlabWork:
+    """A slab's blocks of both walks, and the steps of `grad`, [n, 4] int32."""
+
+    items: Items
+    steps: Tensor
+
+
 @dataclass(frozen=True, kw_only=True)
 class HopperKernels:
-    """A context on the kernels: its forward's stages, and the backward. ``items``: of summaries and of each slab."""
+    """A context on the kernels: its forward's stages, and the backward.
+
+    Attributes:
+        summary: items of Bt. slabs: see `SlabWork`; ``places`` chunks and value heads are in the largest.
+    """
 
     forward: HopperBackend
     tables: MirrorTables
-    items: Sequence[Tensor]
+    summary: Items
+    slabs: Sequence[SlabWork]
+    places: int
     rows: Sequence[Tensor]
     kernels: BackwardKernels
 
     @classmethod
     def of(cls, uploaded: KernelTables, heads: tuple[int, int], cutoff: float | None) -> "HopperKernels":
         """The kernels of a context whose tables are on the device; they are loaded already."""
-        forward, tables = HopperBackend.of(uploaded, heads, cutoff), uploaded.mirror
+        forward, tables, group = HopperBackend.of(uploaded, heads, cutoff), uploaded.mirror, heads[1] // heads[0]
         with on_device(forward.device):
-            kernels = BackwardKernels.load(heads[1] // heads[0])
+            kernels = BackwardKernels.load(group)
+        items = items_of_heads(tables.items, heads[1])
+        first = tables.counts[0] * heads[1]
         return cls(
             forward=forward,
             tables=tables,
-            items=items_of_heads(tables.items, tables.counts, forward.value_heads),
+            summary=Items(items=items[:first], segments=uploaded.segments),
+            slabs=_slab_work(uploaded, items[first:], group),
+            places=max((slab.steps for slab in tables.slabs.slabs), default=0) * group,
             rows=tables.rows.unbind(),
             kernels=kernels,
         )
@@ -80,31 +102,38 @@ class HopperKernels:
         """Rows of the states that a forward keeps, by whether an initial state came in."""
         return self.forward.tables.num_rows[initial]
 
+    def begin(self, x: Inputs) -> tuple[WalkInputs, KernelGradients]:
+        """A backward's first stage, and room for its results."""
+        out = KernelGradients.empty(q=x.q, k=x.k, v=x.v, g=x.g.float(), beta=x.beta.float())
+        return self.forward.prepare(x, out.v), out
+
     def backward(
-        self, comm: Comm, x: Inputs, given: tuple[Tensor | None, Tensor | None], boundary: Boundary, *, initial: bool
-    ) -> tuple[KernelGradients, Tensor]:
-        """Gradients of the inputs, and of the initial states [entry_docs, HV, 128, 128] (no rows without one).
+        self,
+        comm: Comm,
+        x: WalkInputs,
+        given: tuple[Tensor | None, Tensor | None],
+        boundary: Boundary,
+        out: KernelGradients,
+    ) -> Tensor:
+        """Fill the gradients of the inputs; those of the initial states [entry_docs, HV, 128, 128], no rows without
+        one.
 
         Args:
             given: gradients of o and of the final states; None counts as zero.
         """
         dout, dfinal = given
-        chunked = self.forward.prepare(x)
-        mirrored = replace(chunked.inputs, v=map_ready(torch.zeros_like(x.v) if dout is None else dout))
-        states = self._adjoints(comm, chunked, mirrored, dfinal, boundary)
-        dinitial = self.forward.new_states(self.forward.tables.num_entries if initial else 0)
+        tables, initial = self.forward.tables, boundary.initial
+        mirrored = replace(x, v=map_ready(torch.zeros_like(x.v) if dout is None else dout))
+        states = self._adjoints(comm, mirrored, dfinal, boundary)
+        dinitial = self.forward.new_states(tables.num_entries if initial else 0)
         index = mirror_index(replay=True, final=dfinal is not None, initial=initial)
-        ends = Ends(rows=self.rows[index], start=states, end=dinitial)
-        out = KernelGradients.empty(mirrored)
-        self._gradients(chunked.inputs, mirrored, (boundary.states, initial), ends, out)
-        tables = self.forward.tables
+        ends = Ends(rows=self.rows[index], start=_if_any(states), end=dinitial)
+        self._gradients((x, mirrored), boundary, ends, out)
         if initial and tables.empty_entry.numel():
             dinitial[tables.empty_entry] = 0.0 if dfinal is None else dfinal[tables.empty_exit]
-        return out, dinitial
+        return dinitial
 
-    def _adjoints(
-        self, comm: Comm, chunked: Chunked, x: WalkInputs, dfinal: Tensor | None, boundary: Boundary
-    ) -> Tensor:
+    def _adjoints(self, comm: Comm, x: WalkInputs, dfinal: Tensor | None, boundary: Boundary) -> Tensor:
         """Exit adjoints of all segments that are not zero: summaries, exchange and folds."""
         tables, side, maps = self.tables, self.tables.side, boundary.maps
         states = self.forward.new_states(tables.num_rows[dfinal is not None])
@@ -114,9 +143,9 @@ class HopperKernels:
             return states
         offsets = self.forward.new_states(side.num_offsets)
         rows = self.rows[mirror_index(replay=False, final=dfinal is not None, initial=False)]
-        skipped = None if chunked.limits is None else chunked.limits[1]
-        ends = Ends(rows=rows, start=states, end=offsets, limits=skipped)
-        walk_rows(self.kernels.summary, x, (self.forward.chunks, self.items[0]), ends, None)
+        found = Summaries(maps=None, cutoff=self.forward.cutoff, dropped=None)
+        ends = Ends(rows=rows, start=_if_any(states), end=offsets)
+        hopper_walk.summarize(self.kernels.summary, x, self.summary, ends, found)
         affine.run(side.compose, offsets, maps, offsets, adjoint=True)
         affine.run(side.local, states, maps, offsets, adjoint=True)
         if tables.routes.kind == "none":
@@ -131,25 +160,32 @@ class HopperKernels:
         return states
 
     def _gradients(
-        self, x: WalkInputs, mirrored: WalkInputs, entry: tuple[Tensor, bool], ends: Ends, out: KernelGradients
+        self, x: tuple[WalkInputs, WalkInputs], boundary: Boundary, ends: Ends, out: KernelGradients
     ) -> None:
-        """Slab by slab; ``entry``: the forward's states, and whether an initial state came in."""
-        states, initial = entry
-        rows = self.forward.rows[rows_index(INDEPENDENT, initial=initial, final=False)]
-        entries, chunks = Ends(rows=rows, start=states, end=None), self.forward.chunks
-        room = self._room(x.v)
-        for slab, items in zip(self.tables.slabs, self.items[1:], strict=True):
-            place = {"first_chunk": slab.first_chunk, "first_row": slab.first_row}
-            before, after = (Tapes(states=r.states[: slab.num_chunks], values=r.values, **place) for r in room)
-            walk_rows(self.kernels.states, x, (chunks, items), entries, None, before)
-            walk_rows(self.kernels.replay, mirrored, (chunks, items), ends, out.v, after)
-            grad(self.kernels.grad[x.prepared.rstd is not None], mirrored, chunks, before, after.states, out)
+        """Slab by slab; ``x``: the forward's inputs and the mirrored ones."""
+        forward, mirrored = x
+        rows = self.forward.rows[rows_index(INDEPENDENT, initial=boundary.initial, final=False)]
+        entries = Ends(rows=rows, start=_if_any(boundary.states), end=None)
+        room = torch.empty(tape_bytes(self.places), dtype=torch.uint8, device=out.v.device)
+        tapes = Tapes(room=room, places=self.places)
+        kernel = self.kernels.grad[forward.prepared.at[2] != 0]
+        for slab in self.slabs:
+            hopper_walk.replay(self.kernels.states, forward, slab.items, entries, (tapes.states, tapes.values))
+            hopper_walk.replay(self.kernels.replay, mirrored, slab.items, ends, (tapes.adjoints, 0))
+            grad(kernel, mirrored, slab.steps, tapes, out)
 
-    def _room(self, like: Tensor) -> tuple[Tapes, Tapes]:
-        """Memory of the largest slab: states and Vn, adjoints."""
-        slabs, heads = self.tables.slabs, like.shape[1]
-        chunks, rows = (max(sizes, default=0) for sizes in ([s.num_chunks for s in slabs], [s.num_rows for s in slabs]))
-        values = like.new_empty(heads, 2, rows, 64)
-        states = like.new_empty(2, chunks, heads, 2, 128, 64)
-        before, after = (Tapes(states=s, values=values, first_chunk=0, first_row=0) for s in states)
-        return before, after
+
+def _if_any(states: Tensor) -> Tensor | None:
+    return states if len(states) else None
+
+
+def _slab_work(tables: KernelTables, items: Tensor, group: int) -> list[SlabWork]:
+    """Of the replay's ``items`` of all heads."""
+    slabs, chunks = tables.mirror.slabs, tables.chunks.view(torch.int32).view(-1, 2)
+    places, steps = places_of_heads(slabs, group), steps_of(slabs, chunks)
+    found = []
+    for slab in slabs.slabs:
+        own = slice(slab.first_pair * group, slab.end_pair * group)
+        blocks = Items(items=items[own], segments=tables.segments, places=places[own])
+        found.append(SlabWork(items=blocks, steps=steps[slab.first_step : slab.end_step]))
+    return found

@@ -1,5 +1,6 @@
-"""Host side of ``kernels/grad.cu``: gradients of q, k, gates and beta, chunk by chunk, from what the walks emitted."""
+"""Host side of ``kernels/grad.cu``: gradients of q, k, gates and beta, chunk by chunk, from what the walks left."""
 
+import functools
 import struct
 from dataclasses import dataclass
 
@@ -28,44 +29,33 @@ class KernelGradients:
     beta: Tensor
 
     @classmethod
-    def empty(cls, x: WalkInputs) -> "KernelGradients":
+    def empty(cls, **like: Tensor) -> "KernelGradients":
         """Room, dense whatever the strides of the inputs."""
-        return cls(**{name: torch.empty(t.shape, dtype=t.dtype, device=t.device) for name, t in _tensors(x)})
+        return cls(**{name: torch.empty(t.shape, dtype=t.dtype, device=t.device) for name, t in like.items()})
 
 
-def _tensors(x: WalkInputs) -> tuple[tuple[str, Tensor], ...]:
-    return (("q", x.q), ("k", x.k), ("v", x.v), ("g", x.g), ("beta", x.beta))
-
-
-_TAIL = struct.Struct("<11Qf6i12x")
+_TAIL = struct.Struct("<11Qf3i24x")
 """What follows the six tensor maps in the kernel's struct, padded to its alignment of 64."""
 
 
-def grad(kernel: Kernel, x: WalkInputs, chunks: Tensor, tapes: Tapes, adjoints: Tensor, out: KernelGradients) -> None:
-    """Fill dq, dk, dg and dbeta of the chunks of ``tapes``; dv is there already.
+def grad(kernel: Kernel, x: WalkInputs, steps: Tensor, tapes: Tapes, out: KernelGradients) -> None:
+    """Fill dq, dk, dg and dbeta of the chunks and q/k heads of ``steps``; dv is there already.
 
     Args:
-        x: as the adjoint walk took it: v is dO. chunks: packed [N, 2] int32, first row and count.
-        adjoints: images as ``tapes.states``.
+        x: as the adjoint walk took it: v is dO. steps: [n, 4] int32, first row and count of a chunk, q/k head, chunk,
+            in the order of ``tapes``.
     """
-    count, heads = len(tapes.states), x.q.shape[1]
+    count = len(steps)
     if not count:
         return
-    maps = b"".join(tensor_map(t) for t in (x.k, x.q, x.v, out.v, out.q, out.k))
-    tensors = (
-        tapes.states,
-        adjoints,
-        tapes.values,
-        x.g,
-        x.beta,
-        x.prepared.rstd,
-        chunks,
-        out.q,
-        out.k,
-        out.g,
-        out.beta,
-    )
-    pointers = [0 if t is None else t.data_ptr() for t in tensors]
-    place = (tapes.first_chunk, count, tapes.first_row, tapes.values.shape[2])
-    blocks = min(torch.cuda.get_device_properties(x.v.device).multi_processor_count, count * heads)
-    kernel.launch((blocks,), maps + _TAIL.pack(*pointers, x.scale, x.v.shape[0], x.v.shape[1], *place))
+    maps = b"".join([tensor_map(t) for t in (x.k, x.q, x.v, out.v, out.q, out.k)])
+    read = (tapes.states, tapes.adjoints, tapes.values, x.g.data_ptr(), x.beta.data_ptr(), x.prepared.at[2])
+    written = [t.data_ptr() for t in (steps, out.q, out.k, out.g, out.beta)]
+    sizes = (len(x.v), x.v.shape[1], count)
+    blocks = min(_multiprocessors(x.v.device.index), count)
+    kernel.launch((blocks,), maps + _TAIL.pack(*read, *written, x.scale, *sizes))
+
+
+@functools.cache
+def _multiprocessors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -6,8 +6,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cp_gdn.backends.launch import Kernel, load
+from cp_gdn.backends.launch import Kernel, load, tensor_map
 from cp_gdn.plan import CHUNK
+
+ALIGN = 256
+"""Bytes at which every part of scratch memory starts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,34 +28,69 @@ def load_prepare(group: int, *, l2norm: bool = False) -> PrepareKernel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:
-    """What `prepare` leaves, each chunk of ``t`` and ``qk`` as a swizzled image; of the normalised q and k.
+    """What `prepare` leaves, of the normalised q and k.
 
     Attributes:
-        t: [HV, T, 64] bf16, T = diag b - diag b (N o D) diag b (docs/design.md).
-        qk: [H, T, 64] fp16, Q K^T, zero above the diagonal.
-        bound: [HV, N] fp32, log bound of each chunk's map.
-        rstd: [2, H, T] fp32, reciprocal norms of q, then of k; None unless the kernel takes raw q and k.
+        t: [T, HV, 128] bf16, whose first 64 channels hold T = diag b - diag b (N o D) diag b (docs/design.md), until a
+            walk that takes it as its output overwrites them.
+        room: bytes of ``qk``, ``bound`` and ``rstd``, which start ``at`` these addresses; 0: it is not there.
+        heads: (H, HV). chunks: how many.
     """
 
     t: Tensor
-    qk: Tensor
-    bound: Tensor
-    rstd: Tensor | None
+    room: Tensor
+    at: tuple[int, int, int]
+    heads: tuple[int, int]
+    chunks: int
+
+    @property
+    def qk(self) -> Tensor:
+        """[H, T, 64] fp16, Q K^T, zero above the diagonal, each chunk as a swizzled image."""
+        return self._part(0, torch.float16, (self.heads[0], len(self.t), CHUNK))
+
+    @property
+    def bound(self) -> Tensor:
+        """[HV, N] fp32, log bound of each chunk's map."""
+        return self._part(1, torch.float32, (self.heads[1], self.chunks))
+
+    @property
+    def rstd(self) -> Tensor | None:
+        """[2, H, T] fp32, reciprocal norms of q, then of k; None unless the kernel took raw q and k."""
+        return self._part(2, torch.float32, (2, self.heads[0], len(self.t))) if self.at[2] else None
+
+    def _part(self, which: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        first = self.at[which] - self.room.data_ptr()
+        count = torch.Size(shape).numel()
+        return self.room[first : first + count * dtype.itemsize].view(dtype).view(shape)
 
 
-_PARAMS = struct.Struct("<6Q4q2i3Q")
+def prepared_parts(tokens: int, heads: tuple[int, int], chunks: int, *, l2norm: bool) -> tuple[int, ...]:
+    """Where ``qk``, ``bound`` and ``rstd`` start, and the bytes of all."""
+    sizes = (heads[0] * tokens * CHUNK * 2, heads[1] * chunks * 4, 2 * heads[0] * tokens * 4 if l2norm else 0)
+    ends = [0]
+    for size in sizes:
+        ends.append(ends[-1] - (-size // ALIGN) * ALIGN)
+    return tuple(ends)
 
 
-def prepare(kernel: PrepareKernel, q: Tensor, k: Tensor, beta: Tensor, g: Tensor, chunks: Tensor) -> Prepared:
-    """q, k [T, H, 128] bf16 (head rows dense), beta and g [T, HV] fp32, chunks [N, 2] int32 (first row, count)."""
-    tokens, heads, value_heads = q.shape[0], q.shape[1], beta.shape[1]
-    t = q.new_empty(value_heads, tokens, CHUNK)
-    qk = torch.empty(heads, tokens, CHUNK, dtype=torch.float16, device=q.device)
-    bound = beta.new_empty(value_heads, len(chunks))
-    rstd = beta.new_empty(2, heads, tokens) if kernel.l2norm else None
-    pointers = [x.data_ptr() for x in (q, k, beta, t, qk, chunks)]
-    strides = (q.stride(0), q.stride(1), k.stride(0), k.stride(1))
-    last = (g.data_ptr(), bound.data_ptr(), 0 if rstd is None else rstd.data_ptr())
+_PARAMS = struct.Struct("<6Q4q2i3Q16x")
+"""What follows the tensor map in the kernel's struct, padded to its alignment of 64."""
+
+
+def prepare(
+    kernel: PrepareKernel, q: Tensor, k: Tensor, gates: tuple[Tensor, Tensor], chunks: Tensor, t: Tensor
+) -> Prepared:
+    """q, k [T, H, 128] bf16 (head rows dense), gates: g and beta [T, HV] fp32, chunks [N, 2] int32 (first row, count);
+    T goes into ``t`` [T, HV, 128] bf16, dense."""
+    tokens, heads, value_heads = q.shape[0], q.shape[1], t.shape[1]
+    *parts, total = prepared_parts(tokens, (heads, value_heads), len(chunks), l2norm=kernel.l2norm)
+    room = torch.empty(total, dtype=torch.uint8, device=q.device)
+    base = room.data_ptr()
+    qk, bound, rstd = base, base + parts[1], base + parts[2] if kernel.l2norm else 0
     if len(chunks):
-        kernel.launch((len(chunks) * heads,), _PARAMS.pack(*pointers, *strides, tokens, value_heads, *last))
-    return Prepared(t=t, qk=qk, bound=bound, rstd=rstd)
+        g, beta = gates
+        pointers = (q.data_ptr(), k.data_ptr(), beta.data_ptr(), t.data_ptr(), qk, chunks.data_ptr())
+        strides = (q.stride(0), q.stride(1), k.stride(0), k.stride(1))
+        params = _PARAMS.pack(*pointers, *strides, tokens, value_heads, g.data_ptr(), bound, rstd)
+        kernel.launch((len(chunks) * heads,), tensor_map(t) + params)
+    return Prepared(t=t, room=room, at=(qk, bound, rstd), heads=(heads, value_heads), chunks=len(chunks))

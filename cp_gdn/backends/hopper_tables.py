@@ -6,31 +6,30 @@ last ones, and the buffer ends before them. Tables are int32, packed two by two 
 moves.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from cp_gdn.a2a.routes import OwnerRoutes
 from cp_gdn.backends.hopper_exchange import KernelRoutes, packed_routes
 from cp_gdn.backends.hopper_hops import KernelHops, kernel_hops, packed
+from cp_gdn.backends.hopper_items import MAP, lone_items, longest_first, run_items
 from cp_gdn.backends.hopper_mirror import MirrorTables, mirror_tables
+from cp_gdn.chains import NO_HOPS
 from cp_gdn.exchange import Routes
 from cp_gdn.fragments import Ints, unset
-from cp_gdn.plan import Index, Plan
+from cp_gdn.plan import NO_WALK, NONE, Index, Plan
 from cp_gdn.ring.routes import Parcel, RingStep
-from cp_gdn.schedule import Schedule, Side
+from cp_gdn.schedule import Replay, Schedule, Side
 
 WALKS = ("summary", "transfer", "independent", "dependent")
-"""The walks of a forward: for B, for M, for o of what needs no message and of the rest."""
+"""The walks of a forward: for B and M, for M alone, for o of what needs no message and of the rest."""
 
 
-def _side(side: Side, rows: Ints | None) -> Side:
+def _side(side: Side, rows: Ints) -> Side:
     return replace(
         side,
-        start_state=side.start_state if rows is None else rows[side.start_state],
+        start_state=rows[side.start_state],
         compose=kernel_hops(side.compose),
         local=kernel_hops(side.local, rows),
         inner_independent=kernel_hops(side.inner_independent, rows),
@@ -39,12 +38,34 @@ def _side(side: Side, rows: Ints | None) -> Side:
 
 
 def kernel_schedule(schedule: Schedule) -> Schedule:
-    """The schedule with hops for `fold`, states numbered as before."""
+    """What a kernel context keeps of its schedule: token tables, empty documents, counts. Walks and hops are in
+    `KernelTables`."""
     return replace(
         schedule,
-        compose_maps=kernel_hops(schedule.compose_maps),
-        forward=_side(schedule.forward, None),
-        adjoint=_side(schedule.adjoint, None),
+        transfer=NO_WALK,
+        transfer_row=NONE,
+        compose_maps=NO_HOPS,
+        forward=_without_walks(schedule.forward),
+        adjoint=_without_walks(schedule.adjoint),
+    )
+
+
+def _without_walks(side: Side) -> Side:
+    nowhere = Replay(walk=NO_WALK, end_at=NONE, end_row=NONE)
+    return Side(
+        reverse=side.reverse,
+        num_states=side.num_states,
+        num_offsets=side.num_offsets,
+        start_state=NONE,
+        start_row=NONE,
+        summary=NO_WALK,
+        summary_row=NONE,
+        compose=NO_HOPS,
+        local=NO_HOPS,
+        inner_independent=NO_HOPS,
+        inner_dependent=NO_HOPS,
+        independent=nowhere,
+        dependent=nowhere,
     )
 
 
@@ -52,30 +73,28 @@ def _parcels(parcels: tuple[Parcel, ...], rows: Ints) -> tuple[Parcel, ...]:
     return tuple(replace(parcel, states=rows[parcel.states]) for parcel in parcels)
 
 
-def _ring(steps: tuple[RingStep, ...], rows: Ints | None) -> tuple[RingStep, ...]:
+def _ring(steps: tuple[RingStep, ...], rows: Ints) -> tuple[RingStep, ...]:
     found = []
     for step in steps:
-        hops = kernel_hops(step.hops, rows)
-        receives, sends = ((p if rows is None else _parcels(p, rows)) for p in (step.receives, step.sends))
-        found.append(RingStep(receives=receives, hops=hops, sends=sends))
+        receives, sends = _parcels(step.receives, rows), _parcels(step.sends, rows)
+        found.append(RingStep(receives=receives, hops=kernel_hops(step.hops, rows), sends=sends))
     return tuple(found)
 
 
-def _owner(owner: OwnerRoutes | None, rows: Ints | None) -> OwnerRoutes | None:
+def _owner(owner: OwnerRoutes | None, rows: Ints) -> OwnerRoutes | None:
     if owner is None:
         return None
-    heads, replies = (x if rows is None else rows[x] for x in (owner.head_states, owner.replies))
-    return packed_routes(replace(owner, head_states=heads, replies=replies))
+    return packed_routes(replace(owner, head_states=rows[owner.head_states], replies=rows[owner.replies]))
 
 
-def kernel_routes(routes: Routes, rows: Ints | None = None) -> Routes:
-    """The routes with hops for `fold`; ``rows`` renumbers the states of the forward, which is all that is used then."""
+def kernel_routes(routes: Routes, rows: Ints) -> Routes:
+    """The routes of the forward with hops for `fold`, states renumbered by ``rows``."""
     return KernelRoutes(
         kind=routes.kind,
         forward_steps=_ring(routes.forward_steps, rows),
-        adjoint_steps=() if rows is not None else _ring(routes.adjoint_steps, None),
+        adjoint_steps=(),
         forward_owner=_owner(routes.forward_owner, rows),
-        adjoint_owner=None if rows is not None else _owner(routes.adjoint_owner, None),
+        adjoint_owner=None,
     )
 
 
@@ -101,8 +120,8 @@ class KernelTables:
         side, routes: the forward's, states renumbered. row_of_segment: [n] row of each segment's entry state.
         num_rows: rows of the state buffer without and with an initial state. compose_maps, num_maps: see `Schedule`.
         chunks: packed [N, 2], first row and count. segments: packed [n, 4], first chunk, chunks, map row, 0.
-        items: packed [m, 4], first chunk, chunks, 0, segment, of all `WALKS` one after the other, each longest first.
-        counts: segments of each walk. rows: [16, n], by `rows_index`: where the walk of each
+        items: packed [m, 4], see `hopper_items`, of all `WALKS` one after the other, each longest first.
+        counts: items of each walk. rows: [16, n], by `rows_index`: where the walk of each
             segment starts from and where its end goes, two int32 each, -1 for nowhere.
         empty_entry, empty_exit: see `Schedule`. num_entries, num_exits: rows of the initial and of the final states.
         mirror: what a backward looks up beside all this.
@@ -147,14 +166,13 @@ def _rank(last: Ints) -> Ints:
     return rows
 
 
-def kernel_tables(plan: Plan, schedule: Schedule, routes: Routes, value_heads: int) -> KernelTables:
+def kernel_tables(plan: Plan, schedule: Schedule, routes: Routes, heads: tuple[int, int]) -> KernelTables:
     """The tables of a rank, not yet uploaded."""
     side, count = schedule.forward, len(plan.segments)
     rows, first_rows = state_rows(side)
     mirrored, _ = state_rows(schedule.adjoint)
     adjoint = (_side(schedule.adjoint, mirrored), mirrored_routes(routes, mirrored))
-    walks = (side.summary, schedule.transfer, side.independent.walk, side.dependent.walk)
-    items = [_items(plan, walk.segments) for walk in walks]
+    items = _items(plan, schedule)
     return KernelTables(
         side=_side(side, rows),
         routes=kernel_routes(routes, rows),
@@ -173,15 +191,17 @@ def kernel_tables(plan: Plan, schedule: Schedule, routes: Routes, value_heads: i
         empty_exit=schedule.empty_exit,
         num_entries=len(plan.entry_docs),
         num_exits=len(plan.exit_docs),
-        mirror=mirror_tables(plan, schedule, adjoint, mirrored, value_heads),
+        mirror=mirror_tables(plan, schedule, adjoint, mirrored, heads),
     )
 
 
 def for_kernels(
-    plan: Plan, schedule: Schedule, routes: Routes, value_heads: int
+    plan: Plan, schedule: Schedule, routes: Routes, heads: tuple[int, int]
 ) -> tuple[Schedule, Routes, KernelTables]:
-    """Schedule and routes with hops for `fold`, and the tables; not yet uploaded."""
-    return kernel_schedule(schedule), kernel_routes(routes), kernel_tables(plan, schedule, routes, value_heads)
+    """What a kernel context has for its schedule and routes (those of its forward), and the tables; not yet
+    uploaded."""
+    tables = kernel_tables(plan, schedule, routes, heads)
+    return kernel_schedule(schedule), tables.routes, tables
 
 
 def _segment_rows(plan: Plan, schedule: Schedule) -> Ints:
@@ -190,9 +210,13 @@ def _segment_rows(plan: Plan, schedule: Schedule) -> Ints:
     return np.stack((segments.first_chunk, segments.num_chunks, map_row, np.zeros_like(map_row)), 1)
 
 
-def _items(plan: Plan, ids: Ints) -> Ints:
-    first, chunks = plan.segments.first_chunk[ids], plan.segments.num_chunks[ids]
-    return np.stack((first, chunks, np.zeros_like(ids), ids), 1)
+def _items(plan: Plan, schedule: Schedule) -> list[Ints]:
+    """Of each of `WALKS`."""
+    segments, side = plan.segments, schedule.forward
+    maps = longest_first(lone_items(segments, schedule.transfer.segments, MAP))
+    offsets = lone_items(segments, side.summary.segments, 0)
+    replayed = [run_items(segments, part.walk.segments) for part in (side.independent, side.dependent)]
+    return [longest_first(np.concatenate((offsets, maps))), maps, *replayed]
 
 
 def _walk_rows(schedule: Schedule, row: Ints) -> Ints:
@@ -208,11 +232,3 @@ def _walk_rows(schedule: Schedule, row: Ints) -> Ints:
     for walk, part in enumerate((side.independent, side.dependent), 2):
         end[:, 1, walk, part.walk.segments[part.end_at]] = part.end_row
     return packed(pairs).reshape(4 * len(WALKS), len(row))
-
-
-def items_of_heads(items: Tensor, counts: Sequence[int], value_heads: int) -> list[Tensor]:
-    """Per walk the items of all heads, int32 [segments * HV, 4], heads of a segment side by side; of uploaded items."""
-    base = items.view(torch.int32).view(-1, 1, 4)
-    heads = torch.zeros((value_heads, 4), dtype=torch.int32, device=items.device)
-    heads[:, 2] = torch.arange(value_heads, dtype=torch.int32, device=items.device)
-    return [x.flatten(0, 1) for x in (base + heads).split(list(counts))]

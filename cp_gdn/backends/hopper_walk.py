@@ -1,41 +1,65 @@
-"""Host side of ``kernels/walk.cu``: the recurrence over the chunks of segments, emitting o, B or M."""
+"""Host side of ``kernels/walk.cu`` and ``kernels/adjoint.cu``: the recurrence over the chunks of segments."""
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from cp_gdn.backends.hopper_prepare import Prepared
+from cp_gdn.backends.hopper_slabs import STATE_BYTES, VALUE_BYTES
 from cp_gdn.backends.launch import Kernel, load, tensor_map
 
 WALK_THREADS = 384
-_TAIL = struct.Struct("<13Qf6i60x")
-"""What follows the four tensor maps in the kernels' struct, padded to its alignment of 64."""
+_CALL, _LAUNCH = struct.Struct("<5Qf3i"), struct.Struct("<11Qfi40x")
+"""What follows the four tensor maps in the kernels' struct: of a call, of a launch, padded to its alignment of 64."""
 
 
-def load_walk(*, emit_o: bool = False, emit_s: bool = False, has_v: bool = True) -> Kernel:
-    """`walk` emitting o, or the states and Vn of every chunk, or nothing: then the end states are B, and without v,
-    from the identity, M."""
-    return load("walk", {"EMIT_O": int(emit_o), "EMIT_S": int(emit_s), "HAS_V": int(has_v)}, WALK_THREADS)
+def load_walk(*, emit_o: bool = False, emit_s: bool = False) -> Kernel:
+    """`walk` emitting o, or the states and Vn of every chunk, or neither: then it makes summaries."""
+    return load("walk", {"EMIT_O": int(emit_o), "EMIT_S": int(emit_s)}, WALK_THREADS)
 
 
 def load_adjoint(*, emit: bool) -> Kernel:
-    """`adjoint` emitting dv and the adjoints of every chunk, or nothing: then the end states are Bt."""
+    """`adjoint` emitting dv and the adjoints of every chunk, or nothing: then it makes summaries."""
     return load("adjoint", {"EMIT": int(emit)}, WALK_THREADS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WalkInputs:
-    """One call's tensors: q, k [T, H, 128] and v (in the mirror dO) [T, HV, 128] bf16, g and beta [T, HV] fp32, and
-    what `prepare` made."""
+    """One call's tensors: q, k [T, H, 128] and v (in the mirror dO) [T, HV, 128] bf16, g and beta [T, HV] fp32, chunks
+    [N, 2] int32 (first row, count), what `prepare` made, and all of it as the kernels take it."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     g: Tensor
     beta: Tensor
+    chunks: Tensor
     prepared: Prepared
     scale: float
+    call: bytes = field(init=False)
+
+    def __post_init__(self) -> None:
+        out, (qk, _, rstd) = self.prepared.t, self.prepared.at
+        maps = tensor_map(self.k) + tensor_map(self.q) + tensor_map(self.v) + tensor_map(out)
+        heads, value_heads = self.prepared.heads
+        pointers = (qk, self.g.data_ptr(), rstd, self.chunks.data_ptr(), out.data_ptr())
+        sizes = (len(self.v), value_heads, value_heads // heads)
+        object.__setattr__(self, "call", maps + _CALL.pack(*pointers, self.scale, *sizes))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Items:
+    """Blocks of a walk.
+
+    Attributes:
+        items: [n, 4] int32, see `hopper_items`, the longest first. segments: packed [s, 4] int32, first chunk, chunks,
+            row of the map, 0. places: [n, 2] int32, see `hopper_slabs`, of walks that leave tapes.
+    """
+
+    items: Tensor
+    segments: Tensor
+    places: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,55 +69,79 @@ class Ends:
     Attributes:
         rows: packed [segments, 2] int32, row of ``start`` and row of ``end`` of each segment; -1: from zero, not kept.
         start, end: [.., HV, 128, 128] fp32, or None where no row points there.
-        limits: [segments, HV] int32, chunks to skip where the walk starts, from zero then; all of them: the end is
-            zero. None: nothing is skipped.
     """
 
     rows: Tensor
     start: Tensor | None
     end: Tensor | None
-    limits: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Summaries:
+    """What summaries know beside.
+
+    Attributes:
+        maps: [maps, HV, 128, 128] fp32, filled by items that ask for a map; None without such items.
+        cutoff: the decay bound that leaves chunks out; None: nothing is left out.
+        dropped: [maps, HV] int32, filled: 1 where a map is zero, else 0; None without a cutoff or without maps.
+    """
+
+    maps: Tensor | None
+    cutoff: float | None
+    dropped: Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tapes:
-    """What a walk leaves of every chunk for a backward.
+    """Memory of what walks leave for `grad`, images of chunks by place: states and adjoints, then Vn."""
 
-    Attributes:
-        states: [chunks, HV, 2, 128, 64] bf16 images of the states before the chunks, from ``first_chunk`` on.
-        values: [HV, 2, rows, 64] bf16 images of Vn, from token row ``first_row`` on.
-    """
+    room: Tensor
+    places: int
 
-    states: Tensor
-    values: Tensor
-    first_chunk: int
-    first_row: int
+    @property
+    def states(self) -> int:
+        """Address of the states before the chunks."""
+        return self.room.data_ptr()
+
+    @property
+    def adjoints(self) -> int:
+        """Address of the adjoints after the chunks."""
+        return self.room.data_ptr() + self.places * STATE_BYTES
+
+    @property
+    def values(self) -> int:
+        """Address of Vn."""
+        return self.room.data_ptr() + 2 * self.places * STATE_BYTES
 
 
-def walk_rows(
-    kernel: Kernel,
-    x: WalkInputs,
-    tables: tuple[Tensor, Tensor],
-    ends: Ends,
-    out: Tensor | None,
-    tapes: Tapes | None = None,
-) -> None:
-    """Walk every item; fills the rows of ``ends.end`` and, if it is given, ``out`` [T, HV, 128] bf16.
+def tape_bytes(places: int) -> int:
+    """Of `Tapes` of so many chunks and value heads."""
+    return places * (2 * STATE_BYTES + VALUE_BYTES)
 
-    Args:
-        kernel: `walk`, or `adjoint`, whose struct is the same. tables: chunks, [N, 2] int32 (first row, count), and
-            items, [n, 4] int32 (first chunk, chunks, value head, segment), the longest first.
-        tapes: what is filled by a kernel that emits states.
-    """
-    chunks, items = tables
-    if not items.shape[0]:
+
+def summarize(kernel: Kernel, x: WalkInputs, work: Items, ends: Ends, found: Summaries) -> None:
+    """Offsets into the rows of ``ends.end``, maps into the rows that ``work.segments`` names."""
+    bound = 0 if found.cutoff is None else x.prepared.at[1]
+    _launch(kernel, x, work, ends, (0, 0, bound, _at(found.maps), _at(found.dropped), found.cutoff or 0.0))
+
+
+def replay(kernel: Kernel, x: WalkInputs, work: Items, ends: Ends, tapes: tuple[int, int] = (0, 0)) -> None:
+    """Walk every item; fills the rows of ``ends.end``, the output ``x.prepared.t`` where the kernel has one, and
+    ``tapes``, the addresses of states and Vn."""
+    _launch(kernel, x, work, ends, (*tapes, 0, 0, 0, 0.0))
+
+
+Others = tuple[int, int, int, int, int, float]
+
+
+def _launch(kernel: Kernel, x: WalkInputs, work: Items, ends: Ends, others: Others) -> None:
+    count = len(work.items)
+    if not count:
         return
-    (tokens, value_heads, _), prepared = x.v.shape, x.prepared
-    maps = tensor_map(x.k) + tensor_map(x.q) + tensor_map(x.v) + tensor_map(x.v if out is None else out)
-    inputs = (prepared.t, prepared.qk, x.g, prepared.rstd, chunks, items)
-    states, values = (None, None) if tapes is None else (tapes.states, tapes.values)
-    tensors = (*inputs, ends.rows, ends.limits, ends.start, ends.end, out, states, values)
-    pointers = [0 if t is None else t.data_ptr() for t in tensors]
-    place = (0, 0, 0) if tapes is None else (tapes.first_chunk, tapes.first_row, tapes.values.shape[2])
-    sizes = (tokens, value_heads, value_heads // x.q.shape[1], *place)
-    kernel.launch((items.shape[0],), maps + _TAIL.pack(*pointers, x.scale, *sizes))
+    tables = (work.items.data_ptr(), ends.rows.data_ptr(), work.segments.data_ptr())
+    pointers = (*tables, _at(ends.start), _at(ends.end), _at(work.places))
+    kernel.launch((count,), x.call + _LAUNCH.pack(*pointers, *others, x.prepared.chunks))
+
+
+def _at(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()

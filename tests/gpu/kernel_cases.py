@@ -1,12 +1,33 @@
 """Inputs of the kernel tests, one call of every kernel on them, and the fp64 oracle."""
 
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 import cp_gdn
+from cp_gdn.backends import hopper_prepare
+from cp_gdn.backends.hopper_grad import KernelGradients, grad, load_grad
+from cp_gdn.backends.hopper_hops import packed
+from cp_gdn.backends.hopper_items import items_of_heads, lone_items, longest_first, run_items
+from cp_gdn.backends.hopper_slabs import places_of_heads, slab_tables, steps_of
+from cp_gdn.backends.hopper_walk import (
+    Ends,
+    Items,
+    Summaries,
+    Tapes,
+    WalkInputs,
+    load_adjoint,
+    load_walk,
+    replay,
+    summarize,
+    tape_bytes,
+)
+from cp_gdn.tables import upload
 from tests.gpu.tile_emulator import head_errors
 
 SCALE = 128**-0.5
@@ -37,18 +58,53 @@ def inputs(lengths: list[int], gate: str, group: int, seed: int = 0) -> dict[str
     return found
 
 
-def tables(lengths: list[int], value_heads: int) -> tuple[Tensor, Tensor]:
-    """Chunk rows and walk items of whole documents, one segment each."""
-    rows: list[tuple[int, int]] = []
-    segments, start = [], 0
-    for length in lengths:
-        first = len(rows)
-        rows += [(start + c, min(64, length - c)) for c in range(0, length, 64)]
-        segments.append((first, len(rows) - first))
-        start += length
-    items = [(first, count, head, s) for s, (first, count) in enumerate(segments) for head in range(value_heads)]
-    items.sort(key=lambda item: -item[1])
-    return torch.tensor(rows, dtype=torch.int32, device="cuda"), torch.tensor(items, dtype=torch.int32, device="cuda")
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """Documents of one segment each, as the kernels take them: chunk rows [N, 2], packed segments, walk items [n, 4]
+    per value head, ``shared`` by short neighbours or not, their places and the steps of `grad` in one slab."""
+
+    chunks: Tensor
+    segments: Tensor
+    items: Tensor
+    places: Tensor
+    steps: Tensor
+    count: int
+
+    @classmethod
+    def of(cls, lengths: list[int], heads: tuple[int, int], *, shared: bool = False) -> "Work":
+        starts = np.cumsum([0, *lengths]).tolist()
+        rows = [(a + c, min(64, n - c)) for a, n in zip(starts, lengths, strict=False) for c in range(0, n, 64)]
+        num_chunks = np.array([-(-n // 64) for n in lengths])
+        segments = SimpleNamespace(num_chunks=num_chunks, first_chunk=num_chunks.cumsum() - num_chunks)
+        ids = np.arange(len(lengths))
+        found = run_items(segments, ids) if shared else longest_first(lone_items(segments, ids, 1))
+        slabs = upload(slab_tables(found, heads), torch.device("cuda"))
+        assert len(slabs.slabs) == 1
+        chunks = torch.tensor(rows, dtype=torch.int32, device="cuda")
+        return cls(
+            chunks=chunks,
+            segments=torch.from_numpy(packed(np.stack((segments.first_chunk, num_chunks, ids, 0 * ids), 1))).cuda(),
+            items=items_of_heads(torch.from_numpy(packed(found)).cuda(), heads[1]),
+            places=places_of_heads(slabs, heads[1] // heads[0]),
+            steps=steps_of(slabs, chunks),
+            count=len(lengths),
+        )
+
+    def blocks(self, *, run: int = 1) -> Items:
+        """For one kind of walk; summaries take items of no run, or of `MAP`."""
+        items = self.items.clone()
+        if run < 1:
+            items[:, 2] = (items[:, 2] & 0xFFFF) + run * 65536
+        return Items(items=items, segments=self.segments, places=self.places)
+
+    def ends(self, start: Tensor | None, end: Tensor | None) -> Ends:
+        """Segment i from row i of ``start`` (zero if None) into row i of ``end``."""
+        rows = torch.arange(self.count, dtype=torch.int32, device="cuda")[:, None].repeat(1, 2)
+        if start is None:
+            rows[:, 0] = -1
+        if end is None:
+            rows[:, 1] = -1
+        return Ends(rows=rows, start=start, end=end)
 
 
 def unswizzled(x: Tensor, chunks: Tensor) -> Tensor:
@@ -59,83 +115,76 @@ def unswizzled(x: Tensor, chunks: Tensor) -> Tensor:
     return x.gather(2, columns.expand(x.shape[0], -1, -1))
 
 
-def prepared_by(x: dict[str, Tensor], chunks: Tensor, *, l2norm: bool = False) -> Any:
-    """What `prepare` leaves."""
-    from cp_gdn.backends import hopper_prepare
-
-    kernel = hopper_prepare.load_prepare(x["beta"].shape[1] // x["q"].shape[1], l2norm=l2norm)
-    return hopper_prepare.prepare(kernel, x["q"], x["k"], x["beta"], x["g"], chunks)
+def heads_of(x: dict[str, Tensor]) -> tuple[int, int]:
+    return x["q"].shape[1], x["v"].shape[1]
 
 
-def walk_inputs(x: dict[str, Tensor], prepared: Any, v: str = "v") -> Any:
-    from cp_gdn.backends.hopper_walk import WalkInputs
-
-    return WalkInputs(q=x["q"], k=x["k"], v=x[v], g=x["g"], beta=x["beta"], prepared=prepared, scale=SCALE)
-
-
-def walk(kernel: Any, x: Any, where: tuple[Tensor, Tensor], start: Tensor | None, out: Tensor | None = None) -> Tensor:
-    """Whole documents, segment i from row i of ``start`` (zero if None); the end states [segments, HV, 128, 128]."""
-    from cp_gdn.backends.hopper_walk import Ends, walk_rows
-
-    segments = len(where[1]) // x.v.shape[1]
-    rows = torch.arange(segments, dtype=torch.int32, device="cuda")[:, None].repeat(1, 2)
-    end = torch.empty(segments, x.v.shape[1], 128, 128, device="cuda")
-    if start is None:
-        rows[:, 0] = -1
-    walk_rows(kernel, x, where, Ends(rows=rows, start=start, end=end), out)
-    return end
+def prepared_by(x: dict[str, Tensor], chunks: Tensor, *, v: str = "v", l2norm: bool = False) -> WalkInputs:
+    """What the walks take: `prepare` has run, T lies in a tensor of NaN."""
+    kernel = hopper_prepare.load_prepare(heads_of(x)[1] // heads_of(x)[0], l2norm=l2norm)
+    t = torch.full(x["v"].shape, float("nan"), dtype=x["v"].dtype, device="cuda")
+    made = hopper_prepare.prepare(kernel, x["q"], x["k"], (x["g"], x["beta"]), chunks, t)
+    given = {name: x[name] for name in ("q", "k", "g", "beta")}
+    return WalkInputs(**given, v=x[v], chunks=chunks, prepared=made, scale=SCALE)
 
 
-def run(x: dict[str, Tensor], lengths: list[int], *, l2norm: bool = False) -> dict[str, Tensor]:
-    """o, end states, the summaries B and M, and T and Q K^T in rows (unswizzled)."""
-    from cp_gdn.backends.hopper_walk import load_walk
-
-    where = tables(lengths, x["v"].shape[1])
-    chunks = where[0]
-    prepared = prepared_by(x, chunks, l2norm=l2norm)
-    given, o = walk_inputs(x, prepared), torch.full_like(x["v"], float("nan"))
-    found = {
-        "end": walk(load_walk(emit_o=True), given, where, x["start"], o),
-        "end_without_o": walk(load_walk(), given, where, x["start"]),
-        "b": walk(load_walk(), given, where, None),
-        "m": walk(load_walk(has_v=False), given, where, None),
-    }
-    squares = {"t": unswizzled(prepared.t, chunks), "qk": unswizzled(prepared.qk, chunks)}
-    return {**found, **squares, "o": o, "bound": prepared.bound}
+def squares(given: WalkInputs) -> dict[str, Tensor]:
+    """T and Q K^T of what `prepare` left, in rows."""
+    made = given.prepared
+    return {"t": made.t[..., :64].transpose(0, 1).clone(), "qk": unswizzled(made.qk, given.chunks)}
 
 
-def empty_tapes(chunks: int, like: Tensor) -> Any:
-    from cp_gdn.backends.hopper_walk import Tapes
+def summary(
+    kernel: Any, given: WalkInputs, work: Work, start: Tensor | None, cutoff: float | None = None
+) -> dict[str, Tensor]:
+    """Offsets b (from ``start``), of a walk maps m and their flags, None without a cutoff."""
+    states = torch.full((work.count, given.v.shape[1], 128, 128), float("nan"), device="cuda")
+    maps = states.clone()
+    dropped = None if cutoff is None else torch.full(maps.shape[:2], -1, dtype=torch.int32, device="cuda")
+    found = Summaries(maps=maps, cutoff=cutoff, dropped=dropped)
+    summarize(kernel, given, work.blocks(run=0), work.ends(start, states), found)
+    summarize(kernel, given, work.blocks(run=-1), work.ends(None, None), found)
+    return {"b": states, "m": maps} | ({} if dropped is None else {"dropped": dropped})
 
-    tokens, heads, _ = like.shape
-    states, values = like.new_empty(chunks, heads, 2, 128, 64), like.new_empty(heads, 2, tokens, 64)
-    return Tapes(states=states, values=values, first_chunk=0, first_row=0)
+
+def run(x: dict[str, Tensor], lengths: list[int], *, l2norm: bool = False, shared: bool = False) -> dict[str, Tensor]:
+    """o, end states, the summaries B and M, T and Q K^T, bounds."""
+    work = Work.of(lengths, heads_of(x), shared=shared)
+    given = prepared_by(x, work.chunks, l2norm=l2norm)
+    found = squares(given) | {"bound": given.prepared.bound}
+    if not shared:
+        found |= {"end_without_o": summary(load_walk(), given, work, x["start"])["b"]}
+        found |= summary(load_walk(), given, work, None)
+    end = torch.full_like(x["start"], float("nan"))
+    replay(load_walk(emit_o=True), given, work.blocks(), work.ends(x["start"], end))
+    return {**found, "end": end, "o": given.prepared.t}
 
 
-def run_backward(x: dict[str, Tensor], lengths: list[int], *, l2norm: bool = False) -> dict[str, Tensor]:
+def run_backward(
+    x: dict[str, Tensor], lengths: list[int], *, l2norm: bool = False, shared: bool = False
+) -> dict[str, Tensor]:
     """Gradients of every input; outputs and tapes poisoned first."""
-    from cp_gdn.backends import hopper_grad
-    from cp_gdn.backends.hopper_walk import Ends, load_adjoint, load_walk, walk_rows
-
-    where = tables(lengths, x["v"].shape[1])
-    chunks = where[0]
-    prepared = prepared_by(x, chunks, l2norm=l2norm)
-    segments = torch.arange(len(lengths), dtype=torch.int32, device="cuda")[:, None].repeat(1, 2)
-    tapes, adjoints = (empty_tapes(len(chunks), x["v"]) for _ in range(2))
-    mirrored = walk_inputs(x, prepared, "dout")
-    out = hopper_grad.KernelGradients.empty(mirrored)
-    for t in (tapes.states, tapes.values, adjoints.states, out.q, out.k, out.v, out.g, out.beta):
-        t.fill_(float("nan"))
+    work = Work.of(lengths, heads_of(x), shared=shared)
+    given = prepared_by(x, work.chunks, l2norm=l2norm)
+    mirrored = replace(given, v=x["dout"])
+    names = ("q", "k", "g", "beta")
+    out = replace(KernelGradients.empty(v=given.v, **{n: x[n] for n in names}), v=given.prepared.t)
+    places = len(work.chunks) * heads_of(x)[1]
+    tapes = Tapes(room=torch.full((tape_bytes(places),), 255, dtype=torch.uint8, device="cuda"), places=places)
+    for name in names:
+        getattr(out, name).fill_(float("nan"))
+    found = {} if shared else {"dstart_without_dv": torch.empty_like(x["start"])}
+    if not shared:
+        only_ends = Summaries(maps=None, cutoff=None, dropped=None)
+        ends = work.ends(x["dend"], found["dstart_without_dv"])
+        summarize(load_adjoint(emit=False), mirrored, work.blocks(run=0), ends, only_ends)
     end, dstart = torch.empty_like(x["start"]), torch.empty_like(x["start"])
-    forward_ends = Ends(rows=segments, start=x["start"], end=end)
-    walk_rows(load_walk(emit_s=True), walk_inputs(x, prepared), where, forward_ends, None, tapes)
-    mirrored_ends = Ends(rows=segments, start=x["dend"], end=dstart)
-    walk_rows(load_adjoint(emit=True), mirrored, where, mirrored_ends, out.v, adjoints)
-    group = x["v"].shape[1] // x["q"].shape[1]
-    hopper_grad.grad(hopper_grad.load_grad(group, l2norm=l2norm), mirrored, chunks, tapes, adjoints.states, out)
-    summary = walk(load_adjoint(emit=False), mirrored, where, x["dend"])
-    found = {"dq": out.q, "dk": out.k, "dv": out.v, "dg": out.g, "dbeta": out.beta, "dstart": dstart}
-    return {**found, "dstart_without_dv": summary, "end": end}
+    blocks = work.blocks()
+    replay(load_walk(emit_s=True), given, blocks, work.ends(x["start"], end), (tapes.states, tapes.values))
+    replay(load_adjoint(emit=True), mirrored, blocks, work.ends(x["dend"], dstart), (tapes.adjoints, 0))
+    grad(load_grad(heads_of(x)[1] // heads_of(x)[0], l2norm=l2norm), mirrored, work.steps, tapes, out)
+    found |= {"dq": out.q, "dk": out.k, "dv": out.v, "dg": out.g, "dbeta": out.beta, "dstart": dstart}
+    return {**found, "end": end}
 
 
 def oracle(x: dict[str, Tensor], lengths: list[int], *, l2norm: bool = False) -> dict[str, Tensor]:

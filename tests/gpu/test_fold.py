@@ -1,4 +1,4 @@
-"""The fold and the decay bound on the GPU: accuracy and its negative controls, order, bits; limits by torch's rule."""
+"""The fold on the GPU: accuracy and its negative controls, order, bits."""
 
 from __future__ import annotations
 
@@ -125,27 +125,3 @@ def test_maps_are_composed_in_place() -> None:
         want = m @ want
     run(on_gpu(hops), maps, maps, None)
     assert worst(maps[count:], want[None]) < BUDGET
-
-
-def test_limits_are_those_of_the_torch_backend() -> None:
-    from cp_gdn.backends.hopper_fold import limits, load_limits
-    from cp_gdn.backends.hopper_hops import packed
-
-    gen = torch.Generator(device="cuda").manual_seed(0)
-    counts = [1, 2, 31, 32, 33, 64, 65, 200]
-    first = np.cumsum([0, *counts])[:-1]
-    bound = -8 * torch.rand(HEADS, sum(counts), generator=gen, device="cuda") ** 4
-    bound[0, first[4]] = -200.0
-    rows = np.array([2, -1, 0, 1, -1, 4, 5, 3])
-    segments = torch.from_numpy(packed(np.stack((first, counts, rows, 0 * rows), 1))).cuda()
-    *found, dropped = (torch.empty(n, HEADS, dtype=torch.int32, device="cuda") for n in (*(len(counts),) * 3, 6))
-    limits(load_limits(), bound, segments, (*found, dropped), -17.0)
-    needed = torch.from_numpy((rows >= 0).nonzero()[0]).cuda()
-    assert torch.equal(dropped[torch.from_numpy(rows[rows >= 0]).cuda()], (found[2][needed] > 0).int())
-    for s, (a, n) in enumerate(zip(first.tolist(), counts, strict=True)):
-        own = bound[:, a : a + n].double()
-        after = own.sum(1, keepdim=True) - own.cumsum(1)
-        before = own.cumsum(1) - own
-        assert torch.equal(found[0][s], (after > -17).int().argmax(1).int())
-        assert torch.equal(found[1][s], (before.flip(1) > -17).int().argmax(1).int())
-        assert torch.equal(found[2][s], torch.where(own.sum(1) > -17, 0, n).int())

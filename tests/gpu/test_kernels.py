@@ -1,11 +1,13 @@
 """The Hopper kernels against fp64 on one GPU: values, partial chunks, poisoned neighbours, bits that do not move."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 
-from tests.gpu.kernel_cases import inputs, oracle, prepared_by, run, tables, unswizzled, worst_head
+from cp_gdn.backends.hopper_walk import Items, Summaries, load_adjoint, load_walk, summarize
+from tests.gpu.kernel_cases import Work, heads_of, inputs, oracle, prepared_by, run, squares, summary, worst_head
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,11 +27,12 @@ OUTPUT_BUDGET, INVERSE_BUDGET, SCORE_BUDGET = 5e-3, 2.0**-8, 5e-4
 
 def rows_of(x: dict[str, torch.Tensor], lengths: list[int], *, l2norm: bool = False) -> dict[str, torch.Tensor]:
     """What `prepare` leaves, T and Q K^T in rows (unswizzled), and the chunk rows."""
-    chunks, _ = tables(lengths, x["beta"].shape[1])
-    made = prepared_by(x, chunks, l2norm=l2norm)
+    given = prepared_by(x, Work.of(lengths, heads_of(x)).chunks, l2norm=l2norm)
+    made = given.prepared
     assert (made.rstd is not None) == l2norm
-    squares = {"t": unswizzled(made.t, chunks), "qk": unswizzled(made.qk, chunks)}
-    return {**squares, "bound": made.bound, "chunks": chunks} | ({} if made.rstd is None else {"rstd": made.rstd})
+    assert made.t[..., 64:].isnan().all()  # the other half of the rows is left alone
+    found = squares(given) | {"bound": made.bound, "chunks": given.chunks}
+    return found | ({} if made.rstd is None else {"rstd": made.rstd})
 
 
 def wanted_t(keys: torch.Tensor, beta: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
@@ -146,3 +149,51 @@ def test_prepare_reads_no_row_of_a_neighbour(l2norm: bool) -> None:
     assert torch.equal(got["bound"][:, :2], clean["bound"][:, :2])
     if l2norm:
         assert torch.equal(got["rstd"][:, :, :70], clean["rstd"][:, :, :70])
+
+
+COUNTS = (1, 2, 31, 32, 33, 64, 65)
+"""Chunks of the documents below: the decay bound is summed 32 chunks at a time."""
+
+
+def by_hand(
+    work: Work, bound: torch.Tensor, cutoff: float, *, adjoint: bool
+) -> tuple[torch.Tensor, torch.Tensor, list[tuple[int, slice]]]:
+    """Items without what decay hides, as torch finds it; which maps are zero [segments, HV]; hidden rows, by head."""
+    items, hidden = work.items.clone(), []
+    zero = torch.zeros(work.count, len(bound), dtype=torch.int32, device=bound.device)
+    for item in items:
+        chunk, count, head, segment = item[0].item(), item[1].item(), item[2].item() & 0xFFFF, item[3].item()
+        own = bound[head, chunk : chunk + count]
+        zero[segment, head] = int(own.sum() <= cutoff)
+        beyond = own.cumsum(0) - own if adjoint else own.sum() - own.cumsum(0)
+        kept = int((beyond > cutoff).sum())  # no bound here is above 0, so that what is kept is one run
+        first = chunk + kept if adjoint else chunk
+        hidden.append((head, slice(64 * first, 64 * (first + count - kept))))
+        item[:3] = torch.tensor([chunk if adjoint else chunk + count - kept, kept, head])
+    return items, zero, hidden
+
+
+@pytest.mark.parametrize("adjoint", [False, True])
+def test_summaries_leave_out_what_decay_hides_and_nothing_else(adjoint: bool) -> None:
+    """The same bits as items that were cut by hand; what is hidden is never read."""
+    x, cutoff = inputs([64 * n for n in COUNTS], "none", 3), -17.0
+    gen = torch.Generator(device=x["g"].device).manual_seed(0)
+    x["g"] = (-8 * torch.rand(sum(COUNTS), 6, generator=gen, device=x["g"].device) ** 4).repeat_interleave(64, 0) / 64
+    x["g"][64 * 40, 0] = -200.0
+    work, kernel = Work.of([64 * n for n in COUNTS], heads_of(x)), load_adjoint(emit=False) if adjoint else load_walk()
+    given = prepared_by(x, work.chunks)
+    items, zero, hidden = by_hand(work, given.prepared.bound.double(), cutoff, adjoint=adjoint)
+    for head, rows in hidden:
+        x["v"][rows, head] = float("nan")
+    want = torch.full((len(COUNTS), 6, 128, 128), float("nan"), device=x["g"].device)
+    got, no_map = want.clone(), Summaries(maps=None, cutoff=None, dropped=None)
+    summarize(kernel, given, Items(items=items, segments=work.segments), work.ends(None, want), no_map)
+    summarize(kernel, given, work.blocks(run=0), work.ends(None, got), replace(no_map, cutoff=cutoff))
+    assert torch.equal(got, want)
+    assert not want.isnan().any()
+    assert sum(rows.stop - rows.start for _, rows in hidden) > 64 * 6 * sum(COUNTS) / 5
+    if not adjoint:
+        made, without = summary(kernel, given, work, None, cutoff), summary(kernel, given, work, None)
+        assert torch.equal(made["dropped"], zero)
+        assert torch.equal(made["m"], without["m"].where(zero[..., None, None] == 0, torch.zeros_like(want)))
+        assert 0 < zero.float().mean() < 1

@@ -19,7 +19,7 @@ DIRECTIONS = {"forward": run, "backward": run_backward}
 PER_TOKEN = ("o", "dq", "dk", "dv", "dg", "dbeta")
 PER_DOCUMENT = ("end", "dstart")
 
-Run = Callable[[dict[str, torch.Tensor], list[int]], dict[str, torch.Tensor]]
+Run = Callable[..., dict[str, torch.Tensor]]
 each_direction = pytest.mark.parametrize("run_all", DIRECTIONS.values(), ids=DIRECTIONS)
 
 
@@ -63,3 +63,11 @@ def test_fifty_repeats_beside_a_busy_stream_have_the_same_bits(run_all: Run) -> 
         with torch.cuda.stream(busy):
             noise = (noise @ noise).clamp(-1, 1)
         assert_same(run_all(x, lengths), first)
+
+
+@each_direction
+def test_short_documents_that_share_a_block_have_the_bits_of_blocks_of_their_own(run_all: Run) -> None:
+    lengths = [5, 64, 130, 1, 1, 1700, 70, 64, 3]
+    x = inputs(lengths, "model", 3)
+    alone, got = run_all(x, lengths), run_all(x, lengths, shared=True)
+    assert_same(got, {name: alone[name] for name in got})

@@ -1,0 +1,104 @@
+"""Slabs of a backward: which items keep their tapes in memory at once, where each tape lies, and the steps of `grad`.
+
+A pair is an item of a walk and a q/k head; pairs are numbered item by item. A slab is a run of pairs, whole waves of
+blocks while they fit `SLAB_BYTES`, and at least one. In a slab the pairs of an item lie chunk by chunk, heads side by
+side, which is the order in which `grad` takes them; value heads of a q/k head are neighbours.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cp_gdn.fragments import Ints
+from cp_gdn.plan import Index
+
+SLAB_BYTES = 1 << 30
+BLOCKS = 132
+"""Blocks of a walk that run at once: one on each SM of an H100 or H200."""
+STATE_BYTES, VALUE_BYTES = 128 * 128 * 2, 64 * 128 * 2
+CHUNK_BYTES = 2 * STATE_BYTES + VALUE_BYTES
+"""Of a chunk and value head: its state, the adjoint after it, Vn."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slab:
+    """Pairs ``first_pair`` to ``end_pair``, and their steps."""
+
+    first_pair: int
+    end_pair: int
+    first_step: int
+    end_step: int
+
+    @property
+    def steps(self) -> int:
+        return self.end_step - self.first_step
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlabTables:
+    """Slabs of a rank's backward, not yet uploaded.
+
+    Attributes:
+        blocks: int64 [b, 4], pairs of one item in one slab: first chunk, heads, first head, steps.
+        places: int64 [pairs, 2], of a pair's first chunk in its slab, and from chunk to chunk, in steps.
+    """
+
+    slabs: tuple[Slab, ...]
+    blocks: Index
+    places: Index
+
+
+def slab_tables(items: Ints, heads: tuple[int, int]) -> SlabTables:
+    """Slabs of items [n, 4] and (H, HV) heads."""
+    query_heads, pairs = heads[0], len(items) * heads[0]
+    cuts = slab_cuts(items[:, 1].repeat(query_heads), heads[1] // query_heads)
+    starts = np.unique(np.concatenate((np.arange(len(items)) * query_heads, cuts[:-1])))
+    width = np.diff(starts, append=pairs)
+    item = starts // query_heads
+    steps = items[item, 1] * width
+    ends = steps.cumsum()
+    of_slab = np.append((ends - steps)[starts.searchsorted(cuts[:-1])], ends[-1:])
+    begun = of_slab[np.searchsorted(cuts, starts, side="right") - 1]
+    first = (ends - steps - begun).repeat(width) + np.arange(pairs) - starts.repeat(width)
+    edges = zip(pairwise(cuts.tolist()), pairwise(of_slab.tolist()), strict=True)
+    return SlabTables(
+        slabs=tuple(Slab(first_pair=a, end_pair=b, first_step=c, end_step=d) for (a, b), (c, d) in edges),
+        blocks=np.stack((items[item, 0], width, starts % query_heads, steps), 1),
+        places=np.stack((first, width.repeat(width)), 1),
+    )
+
+
+def slab_cuts(chunks: Ints, group: int) -> Ints:
+    """Pairs at which slabs begin, and the end; ``chunks`` [pairs]."""
+    wave = max(1, BLOCKS // group)
+    cuts, held = [0], 0
+    for first in range(0, len(chunks), wave):
+        size = int(chunks[first : first + wave].sum())
+        if held and (held + size) * group * CHUNK_BYTES > SLAB_BYTES:
+            cuts.append(first)
+            held = 0
+        held += size
+    return np.array([*cuts, len(chunks)] if len(chunks) else cuts, dtype=np.int64)
+
+
+def steps_of(tables: SlabTables, chunks: Tensor) -> Tensor:
+    """[steps, 4] int32 of uploaded tables: first row and count of a chunk, q/k head, chunk; ``chunks`` [N, 2] int32."""
+    total = tables.slabs[-1].end_step if tables.slabs else 0
+    first, width, head, steps = tables.blocks.view(-1, 4).unbind(1)
+    numbers = torch.arange(total, device=chunks.device)
+    block = torch.repeat_interleave(numbers[: len(first)], steps, output_size=total)
+    inside = numbers - (steps.cumsum(0) - steps)[block]
+    chunk = first[block] + inside // width[block]
+    rows = chunks[chunk]
+    others = torch.stack((head[block] + inside % width[block], chunk), 1)
+    return torch.cat((rows, others.int()), 1)
+
+
+def places_of_heads(tables: SlabTables, group: int) -> Tensor:
+    """[pairs * group, 2] int32 of uploaded tables: a value head's first place, and from chunk to chunk."""
+    member = torch.arange(group, device=tables.places.device)
+    shift = torch.stack((member, torch.zeros_like(member)), 1)
+    return (tables.places.view(-1, 1, 2) * group + shift).int().flatten(0, 1)

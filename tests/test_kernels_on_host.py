@@ -1,0 +1,137 @@
+"""The kernels' sources run on the CPU, thread by thread: values against fp64, bits, barriers that everybody passes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cp_gdn import Comm, build_context, chunk_gated_delta_rule, partition, twin
+from cp_gdn.backends import hopper_items, hopper_slabs
+from cp_gdn.backends.cubins import source_folder
+from tests import kernel_host
+from tests.kernel_host import host_kernels
+
+torch.set_num_threads(1)
+pytestmark = [
+    pytest.mark.skipif(kernel_host.COMPILER is None, reason="needs g++"),
+    pytest.mark.xdist_group("host kernels"),  # one process compiles them
+]
+
+NAMES = ("q", "k", "v", "g", "beta")
+CASES = {  # lengths, (H, HV), P, gate, raw q and k
+    "whole": ((64,), (1, 1), 1, "model", False),
+    "partial chunks, short neighbours": ((70, 5, 64, 1), (1, 2), 1, "model", False),
+    "segments, slow decay": ((300, 20), (1, 1), 3, "slow", False),
+    "segments, maps that vanish": ((330,), (1, 2), 4, "fast", False),
+    "raw rows, three heads a group": ((66,), (1, 3), 1, "model", True),
+}
+BUDGETS = {"o": 5e-3, "dq": 5e-3, "dk": 5e-3, "dv": 5e-3, "dg": 1e-2, "dbeta": 8e-3}
+"""bf16 operands cost this much, see the tests on a GPU; sums of other order on a CPU."""
+
+
+def inputs(lengths: tuple[int, ...], heads: tuple[int, int], gate: str) -> dict[str, Tensor]:
+    gen, tokens = torch.Generator().manual_seed(0), sum(lengths)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=gen)
+
+    q, k = (torch.nn.functional.normalize(normal(tokens, heads[0], 128), dim=-1).bfloat16() for _ in range(2))
+    x = {"q": q, "k": k, "v": normal(tokens, heads[1], 128).bfloat16(), "beta": normal(tokens, heads[1]).sigmoid()}
+    scale = {"model": 1.0, "slow": 1e-4, "fast": 8.0}[gate]
+    x["g"] = -torch.nn.functional.softplus(normal(tokens, heads[1]) - 3) * scale
+    return x | {"dout": normal(tokens, heads[1], 128).bfloat16()}
+
+
+def step(x: dict[str, Tensor], ctx: Any, *, raw: bool = False) -> dict[str, Tensor]:
+    """o and every gradient, of this rank's tokens."""
+    wide = ctx.dtype == torch.float64
+    leaves = {n: (x[n][ctx.token_ids].double() if wide else x[n][ctx.token_ids]).requires_grad_() for n in NAMES}
+    o, _ = chunk_gated_delta_rule(**leaves, ctx=ctx, use_qk_l2norm_in_kernel=raw)
+    grads = torch.autograd.grad(o, list(leaves.values()), x["dout"][ctx.token_ids].to(o.dtype))
+    return {"o": o.detach(), **{f"d{n}": grad for n, grad in zip(NAMES, grads, strict=True)}}
+
+
+def bounds_of(lengths: tuple[int, ...]) -> list[int]:
+    return [0, *torch.tensor(lengths).cumsum(0).tolist()]
+
+
+def on_kernels(case: tuple, x: dict[str, Tensor]) -> dict[str, Tensor]:
+    """On one rank, inside of `host_kernels`."""
+    lengths, heads, segments, _, raw = case
+    part = partition(bounds_of(lengths), 1, "contiguous")
+    return step(x, build_context(part, Comm.alone(), heads=heads, segments=segments), raw=raw)
+
+
+def assert_same(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        assert torch.equal(got[name], value), name
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_outputs_and_gradients_match_fp64(case: tuple) -> None:
+    lengths, heads, _, gate, raw = case
+    x = inputs(lengths, heads, gate)
+    part, alone = partition(bounds_of(lengths), 1, "contiguous"), Comm.alone()
+    exact = build_context(part, alone, heads=heads, dtype=torch.float64, segments=1, backend="torch")
+    want = step(x, exact, raw=raw)
+    with host_kernels():
+        got = on_kernels(case, x)
+    for name, budget in BUDGETS.items():
+        error = float((got[name].double() - want[name]).norm() / want[name].norm())
+        assert error < budget, (name, error)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_no_order_of_threads_and_copies_changes_a_bit(seed: int) -> None:
+    case = CASES["partial chunks, short neighbours"]
+    x = inputs(case[0], case[1], case[3])
+    with host_kernels():
+        want = on_kernels(case, x)
+    with host_kernels(seed):
+        assert_same(on_kernels(case, x), want)
+
+
+def test_neither_shared_blocks_nor_slabs_change_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES["partial chunks, short neighbours"]
+    x = inputs(case[0], case[1], case[3])
+    with host_kernels():
+        want = on_kernels(case, x)
+        monkeypatch.setattr(hopper_items, "RUN_CHUNKS", 1)
+        monkeypatch.setattr(hopper_slabs, "SLAB_BYTES", 1)
+        monkeypatch.setattr(hopper_slabs, "BLOCKS", 1)
+        assert_same(on_kernels(case, x), want)
+
+
+def test_ranks_of_a_grid_have_the_bits_of_one() -> None:
+    lengths, heads = (150, 70), (1, 1)
+    x = inputs(lengths, heads, "model")
+
+    def run(comm: Comm) -> tuple[Tensor, dict[str, Tensor]]:
+        part = partition(bounds_of(lengths), comm.size, "zigzag", align=64)
+        ctx = build_context(part, comm, heads=heads, segments="grid:1")
+        return ctx.token_ids, step(x, ctx)
+
+    with host_kernels():
+        alone, ranks = twin(1, run), twin(2, run)
+    (rows_alone, want), *_ = alone
+    for name, value in want.items():
+        one, two = torch.full_like(value, float("nan")), torch.full_like(value, float("nan"))
+        one[rows_alone] = value
+        for rows, found in ranks:
+            two[rows] = found[name]
+        assert torch.equal(one, two), name
+
+
+def test_the_cpu_has_every_function_of_the_gpu() -> None:
+    """So that neither header is changed alone."""
+    gpu, cpu = source_folder() / "ptx.cuh", Path(kernel_host.__file__).parent / "host_kernels" / "ptx.cuh"
+    known = re.findall(r"__device__ __forceinline__ \w+ (\w+)\(", gpu.read_text())
+    there = re.findall(r"^(?:inline|template <.*>) \w+ (\w+)\(", cpu.read_text(), re.M)
+    assert len(known) > 40
+    assert set(known) == {name for name in there if not name.startswith("host_")} - {"to_bf16", "of_bf16"}
