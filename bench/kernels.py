@@ -19,6 +19,7 @@ from cp_gdn.backends import hopper_grad, hopper_walk
 from cp_gdn.backends.hopper_backward import HopperKernels
 from cp_gdn.backends.launch import Kernel
 from cp_gdn.backends.torch_chunked import Inputs
+from cp_gdn.workspace import Room
 
 SHAPES = (("8192x8", [8192] * 8, 1), ("1x65536", [65536], 11))
 HEADS = (16, 48)
@@ -70,16 +71,17 @@ class Pack:
         kernels = cp_gdn.build_context(part, cp_gdn.Comm.alone(), backend="hopper", **asked).kernels  # type: ignore
         assert kernels is not None
         x = Inputs(q=q, k=k, v=v, g=g, beta=beta, scale=128**-0.5, l2norm=False)
-        forward, out = kernels.begin(x)
-        room = torch.empty(hopper_walk.tape_bytes(kernels.places), dtype=torch.uint8, device="cuda")
+        buffers = kernels.buffers("backward", document_states=False)
+        room = Room(buffers, torch.device("cuda"))
+        forward, out = kernels.begin(x, room)
         return cls(
             kernels=kernels,
             forward=forward,
             mirror=replace(forward, v=dout),
             out=out,
-            tapes=hopper_walk.Tapes(room=room, places=kernels.places),
+            tapes=hopper_walk.Tapes(room=room.take("tapes"), places=kernels.places),
             states=torch.zeros(kernels.forward.tables.num_segments, value_heads, 128, 128, device="cuda"),
-            prepare=lambda: kernels.forward.prepare(x, out.v),
+            prepare=lambda: kernels.forward.prepare(x, out.v, Room(buffers, torch.device("cuda"))),
         )
 
     def launches(self) -> dict[str, Callable[[], object]]:

@@ -33,7 +33,7 @@ PARTS = {  # beginnings of kernel names
     "norm": ("norm_",),
     "gates": ("gates",),
     "sums": ("sums",),
-    "op": ("prepare", "walk", "adjoint", "grad", "fold", "limits"),
+    "op": ("prepare", "walk", "adjoint", "grad", "fold"),
     "projections": ("nvjet", "gemm", "cutlass", "sm90_xmma", "ampere"),
 }
 Call = Callable[[], object]

@@ -1,8 +1,12 @@
 """Time what a rank does on the host before the first step on a new pack: partition, segments, plan and tables.
 
     python bench/plan_time.py [--world 4,16] [--heads 2,6 --heads 16,48] [--documents 1,4,12,24] [--repeats 50]
-                              [--layout zigzag ...] [--device cpu] [--conv 4] [--scale] [--clock cpu] [--json]
-                              [--out FILE.json]
+                              [--layout zigzag ...] [--device cpu] [--conv 4] [--scale] [--kernels] [--clock cpu]
+                              [--json] [--out FILE.json]
+    python bench/plan_time.py --cuda ...
+
+`--kernels` adds the tables of the Hopper kernels. `--cuda` prepares for a GPU and the kernels, idle and behind 100 ms
+of queued work, and gives the ratio of the two medians.
 
 Every repeat starts from a list of boundaries. The agreement through the store is not in it: it waits for the slowest
 rank. `--scale` adds 5,000 documents and W = 1024 with 64 M tokens in 10,000 documents. Tables with an entry per token
@@ -19,7 +23,7 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -29,15 +33,23 @@ import numpy as np
 import torch
 
 import cp_gdn
+from cp_gdn.backends.choice import TORCH, BackendChoice
+from cp_gdn.backends.hopper_tables import for_kernels
 from cp_gdn.backends.precision import state_dtype
-from cp_gdn.context import Context, assemble_context, device_calibration
-from cp_gdn.exchange import Sizes, choose
-from cp_gdn.plan import build_plan
+from cp_gdn.chains import build_chains
+from cp_gdn.context import assemble_context, device_calibration
+from cp_gdn.exchange import Sizes, build_routes, choose
+from cp_gdn.layout import Partition
+from cp_gdn.plan import Plan, build_plan
+from cp_gdn.schedule import build_schedule
 from cp_gdn.segments import resolve_segments
+from cp_gdn.tables import upload
 
 LAYOUTS = ("contiguous", "zigzag", "zigzag_per_document")
 TOKENS = 261_987
 STAGES = ("partition", "segments", "plan_tables", "total")
+SLEEP_100_MS = 200_000_000
+"""Clock cycles, at up to 2 GHz."""
 CLOCKS = {"wall": time.perf_counter, "cpu": time.thread_time}
 
 
@@ -47,6 +59,23 @@ class Seat:
 
     rank: int
     size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class How:
+    """Where tables go, whether those of the kernels are among them, the clock, taps of a convolution (0: without)."""
+
+    device: torch.device
+    kernels: bool
+    clock: str
+    conv_width: int
+
+    def asked(self, heads: tuple[int, int]) -> dict[str, Any]:
+        """Arguments of `assemble_context`."""
+        conv = (2 * heads[0] * 128 + heads[1] * 128, self.conv_width) if self.conv_width else None
+        asked = {"device": self.device, "heads": heads, "head_dims": (128, 128), "dtype": torch.bfloat16, "conv": conv}
+        taken = BackendChoice(kind="hopper", reason="asked for") if self.kernels else TORCH
+        return asked | {"backend": "auto", "options": cp_gdn.Options(), "taken": taken}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,59 +93,74 @@ class Case:
         return [0, *np.sort(cuts).tolist(), self.tokens]
 
 
-def prepare(
-    case: Case,
-    bounds: list[int],
-    device: torch.device,
-    conv: tuple[int, int] | None,
-    clock: Callable[[], float] = time.perf_counter,
-) -> tuple[Context, Any]:
-    """One rank's context, and seconds by stage."""
-    seat = Seat(rank=case.world // 2, size=case.world)
-    asked = {"device": device, "heads": case.heads, "head_dims": (128, 128), "dtype": torch.bfloat16, "conv": conv}
-    asked |= {"backend": "auto", "options": cp_gdn.Options()}
+def prepare(case: Case, bounds: list[int], how: How) -> tuple[Plan, dict[str, float], str]:
+    """One rank's plan, seconds by stage, and its exchange."""
+    seat, clock, asked = Seat(rank=case.world // 2, size=case.world), CLOCKS[how.clock], how.asked(case.heads)
     times = [clock()]
     part = cp_gdn.partition(bounds, case.world, case.layout)
     times.append(clock())
-    calibration, note = device_calibration(device)
+    calibration, note = device_calibration(how.device)
     picked = resolve_segments("auto", part, case.heads[1], calibration, note)
     p = picked.p_of(seat.rank)
     sizes = Sizes.of(case.heads[1], (128, 128), state_dtype(torch.bfloat16).itemsize)
     choice = choose("auto", part, sizes, calibration.times, grid=False)
     times.append(clock())
     plan = build_plan(part, seat.rank, p_vector=p)
-    ctx = assemble_context(part, seat, plan, picked, choice, asked)  # type: ignore[arg-type]
+    if how.kernels and how.device.type == "cpu":
+        _kernel_tables(part, plan, choice.kind, case.heads)
+    else:
+        assemble_context(part, seat, plan, picked, choice, asked)  # type: ignore[arg-type]
     times.append(clock())
     parts = [b - a for a, b in pairwise(times)]
-    return ctx, dict(zip(STAGES, (*parts, times[-1] - times[0]), strict=True))
+    return plan, dict(zip(STAGES, (*parts, times[-1] - times[0]), strict=True)), choice.kind
+
+
+def _kernel_tables(part: Partition, plan: Plan, exchange: str, heads: tuple[int, int]) -> None:
+    """What `assemble_context` makes for the kernels, where there is no GPU to load them."""
+    chains = build_chains(plan, steps_on=exchange == "ring")
+    schedule, routes = build_schedule(part, plan, chains), build_routes(exchange, part, plan, chains)
+    upload(for_kernels(plan, schedule, routes, heads), torch.device("cpu"))
 
 
 def row(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     """Medians in microseconds of the stages, and the least and the most of each."""
-    bounds, device = case.bounds(), torch.device(args.device)
-    conv = (2 * case.heads[0] * 128 + case.heads[1] * 128, args.conv) if args.conv else None
-    clock = CLOCKS[args.clock]
-    prepare(case, bounds, device, conv, clock)
-    if device.type == "cuda":
+    bounds = case.bounds()
+    how = How(device=torch.device(args.device), kernels=args.kernels, clock=args.clock, conv_width=args.conv)
+    plan, _, exchange = prepare(case, bounds, how)
+    if how.device.type == "cuda":
         torch.cuda.synchronize()
-    runs = [prepare(case, bounds, device, conv, clock) for _ in range(args.repeats)]
-    ctx, _ = runs[-1]
+    runs = [prepare(case, bounds, how)[1] for _ in range(args.repeats)]
     found: dict[str, Any] = {
         "shape": f"1x{case.tokens}",
         "documents": case.documents,
         "world": case.world,
         "layout": case.layout,
         "heads": f"{case.heads[0]},{case.heads[1]}",
-        "exchange": ctx.exchange,
-        "p": ctx.plan.p,
-        "segments": len(ctx.plan.segments),
+        "exchange": exchange,
+        "p": plan.p,
+        "segments": len(plan.segments),
         "repeats": args.repeats,
     }
     for stage in STAGES:
-        us = [1e6 * seconds[stage] for _, seconds in runs]
-        found[f"{stage}_us"] = round(statistics.median(us), 1)
-        found[f"{stage}_us_spread"] = [round(min(us), 1), round(max(us), 1)]
+        found |= _figures(stage, [1e6 * seconds[stage] for seconds in runs])
+    if args.cuda:
+        busy = [prepare_behind_work(case, bounds, how) for _ in range(args.repeats)]
+        found |= _figures("busy_total", [1e6 * seconds for seconds in busy])
+        found["busy_ratio"] = round(found["busy_total_us"] / found["total_us"], 3)
     return found
+
+
+def _figures(name: str, us: list[float]) -> dict[str, Any]:
+    return {f"{name}_us": round(statistics.median(us), 1), f"{name}_us_spread": [round(min(us), 1), round(max(us), 1)]}
+
+
+def prepare_behind_work(case: Case, bounds: list[int], how: How) -> float:
+    """Seconds of host time while the GPU has 100 ms of work queued."""
+    torch.cuda.synchronize()
+    torch.cuda._sleep(SLEEP_100_MS)
+    seconds = prepare(case, bounds, how)[1]["total"]
+    torch.cuda.synchronize()
+    return seconds
 
 
 def cases(args: argparse.Namespace) -> Iterator[Case]:
@@ -134,7 +178,10 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
 def print_row(found: dict[str, Any]) -> None:
     times = "".join(f"{found[f'{stage}_us']:12.0f}" for stage in STAGES)
     shape = f"{found['world']:5} {found['layout']:19} {found['heads']:>5} {found['documents']:9} {found['exchange']:>5}"
-    print(f"{shape} {found['p']:3}{times}  {found['total_us_spread'][0]:8.0f} to {found['total_us_spread'][1]:.0f}")
+    busy = f"  busy {found['busy_total_us']:.0f}, x {found['busy_ratio']}" if "busy_ratio" in found else ""
+    print(
+        f"{shape} {found['p']:3}{times}  {found['total_us_spread'][0]:8.0f} to {found['total_us_spread'][1]:.0f}{busy}"
+    )
 
 
 def result(rows: list[dict[str, Any]], device: str, clock: str) -> dict[str, Any]:
@@ -165,10 +212,14 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--conv", type=int, default=0, metavar="WIDTH", help="with the halo of a convolution")
     parser.add_argument("--scale", action="store_true", help="thousands of documents, and a thousand ranks, too")
+    parser.add_argument("--kernels", action="store_true", help="with the tables of the Hopper kernels")
+    parser.add_argument("--cuda", action="store_true", help="--device cuda --kernels, and again behind 100 ms of work")
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if args.cuda:
+        args.device, args.kernels = "cuda", True
     torch.set_num_threads(1)
     if not args.json:
         print("world layout              heads documents  exch   P   partition    segments plan_tables       total us")

@@ -19,7 +19,6 @@ from cp_gdn.context import Context
 from cp_gdn.layout import Partition
 from cp_gdn.options import Options
 from cp_gdn.plan import Ints, chunk_counts, segment_counts
-from cp_gdn.workspace import refuse_kernels
 
 FORWARD = ("STATE", "STATE_HOME", "HALO")
 """Purposes of a forward's messages; all others are a backward's."""
@@ -94,21 +93,25 @@ class LayerOnPack:
         return summed.astype(np.int64)
 
 
-def saved_bytes(ctx: Context, *, use_qk_l2norm_in_kernel: bool = False) -> dict[str, int]:
+def saved_bytes(ctx: Context, *, use_qk_l2norm_in_kernel: bool = False, initial_state: bool = False) -> dict[str, int]:
     """Bytes that one call of the op keeps for its backward on this rank.
+
+    Args:
+        use_qk_l2norm_in_kernel: as in the call. initial_state: whether one comes in; the kernels keep rows for segments
+            that start a document only then, the torch backend always.
 
     Returns:
         ``inputs`` (q, k, v, g, beta: the caller's own tensors, held, not copied; g and beta counted in
         ``ctx.state_dtype``), ``states`` (entry states), ``maps`` and ``owned_maps`` (0 without ``save_transfer``; the
         latter only with a2a), ``tapes`` (0 without ``save="full"``). With ``boundary="recompute"`` all but the inputs
         are 0, and initial states that are given are held too.
-
-    Raises:
-        NotImplementedError: a context on the Hopper kernels, whose rows of states are numbered otherwise.
     """
-    refuse_kernels(ctx, "saved_bytes")
-    kept = kept_by_rank(layer_of(ctx), l2norm=use_qk_l2norm_in_kernel)
-    return {name: int(each[ctx.rank]) for name, each in kept.items()}
+    layer = layer_of(ctx)
+    kept = {name: int(each[ctx.rank]) for name, each in kept_by_rank(layer, l2norm=use_qk_l2norm_in_kernel).items()}
+    if ctx.kernels is not None:
+        rows = ctx.options.keeps_states * ctx.kernels.saved_rows(initial=initial_state)
+        kept |= {"states": rows * ctx.heads[1] * layer.state_bytes, "tapes": 0}
+    return kept
 
 
 def comm_bytes(ctx: Context, rank: int | None = None) -> dict[str, Traffic]:

@@ -135,18 +135,26 @@ def build_rows(plan: Plan) -> Rows:
 def _numbered(needed: Ints, whole: Ints, first: Ints, several: Ints) -> tuple[Ints, Ints, list[int]]:
     """Rows in each of d buffers: of the segments that need one, bool [d, n], of the fragments that are passed as a
     whole, bool [d, F], and how many there are. ``first``: a fragment's first segment; ``several``: it has more."""
-    of_segment = np.add.accumulate(needed, axis=1, dtype=np.int64) * needed - 1
+    numbers = np.add.accumulate(needed, axis=1, dtype=np.int64)
+    of_segment = numbers * needed - 1
     slots = whole.reshape(-1).nonzero()[0]
     segment = (first + needed.shape[1] * np.arange(len(needed))[:, None]).reshape(-1)[slots]
     of_slot = unset(*whole.shape)
     of_slot.reshape(-1)[slots] = of_segment.reshape(-1)[segment]
-    counts = [int(np.count_nonzero(each)) for each in needed]
+    counts = _last_column(numbers)
     composed = whole & several
-    if np.count_nonzero(composed):
-        rows = np.add.accumulate(composed, axis=1, dtype=np.int64)
-        of_slot = np.where(composed, rows + (np.array(counts)[:, None] - 1), of_slot)
-        counts = [count + int(np.count_nonzero(each)) for count, each in zip(counts, composed, strict=True)]
+    numbers = np.add.accumulate(composed, axis=1, dtype=np.int64)
+    more = _last_column(numbers)
+    if any(more):
+        of_slot = np.where(composed, numbers + (np.array(counts)[:, None] - 1), of_slot)
+        counts = [count + n for count, n in zip(counts, more, strict=True)]
     return of_segment, of_slot, counts
+
+
+def _last_column(numbers: Ints) -> list[int]:
+    """How many there are in all, of running counts [d, n]."""
+    last: list[int] = numbers[:, -1].tolist() if numbers.shape[1] else [0] * len(numbers)
+    return last
 
 
 def _exit_states(plan: Plan, first: Ints, leaves: Ints) -> tuple[Ints, list[int]]:
@@ -160,7 +168,7 @@ def _exit_states(plan: Plan, first: Ints, leaves: Ints) -> tuple[Ints, list[int]
     if len(slots):
         num_slots = len(plan.fragments.doc)
         exit_state[slots] = first[places.after_slot.ravel()[slots] + num_slots * (slots >= num_slots)]
-    return exit_state, [num_segments + int(np.count_nonzero(each)) for each in far]
+    return exit_state, [num_segments + n for n in _last_column(outbox)]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

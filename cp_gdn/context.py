@@ -252,7 +252,7 @@ def assemble_context(
         halo=device_side,
         taken=taken,
         backend=TorchBackend(schedule=schedule, cutoff=cutoff),
-        kernels=None if tables is None else HopperKernels.of(tables, heads, cutoff),
+        kernels=None if tables is None else HopperKernels.of(tables, heads, cutoff, asked["options"], plan.num_tokens),
         asked=asked,
     )
 

@@ -4,20 +4,29 @@ Step = forward + backward of one layer. Its time is a sum of constants (`calibra
 those follow from what the plan runs at P: which segments are walked, summarized, folded. Worked example: one uncut
 document of 100 chunks at P = 2 has two segments of 50. The first is summarized (its offset; nobody is before it, so no
 map), one hop folds, and both are walked at once, where at P = 1 one SM per head walks all 100.
+
+Gates decide what summaries cost, and a plan does not know them: where heads decay, the decay bound leaves a few chunks
+of each. A step is therefore predicted twice, for gates that never decay and for `Settings.decayed_permille`, and the
+rule takes the P whose larger loss against the best P of either is the least.
 """
 
+import functools
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import cached_property
 
 import numpy as np
 
 from cp_gdn.calibration import Calibration
-from cp_gdn.makespan import Row, Rows, Table, ceil_div, lpt_makespan, makespan_bound, table_rows
+from cp_gdn.makespan import LONG, Row, Rows, Table, ceil_div, table_rows
 
 MAX_SEGMENTS = 64
 """Largest P that is tried."""
-USEFUL = 16
-"""A longest segment of a 16th of an SM's even share is short enough: more segments only add hops."""
+USEFUL = 8
+"""A longest segment of an eighth of an SM's even share is short enough: more segments only add hops."""
+BESIDE = 0.125
+"""Share of a walk's smaller time (see `Times`) that is spent beside the larger one; a power of two, so that sums of
+times are exact in float64."""
 FOLD_BLOCKS = 8
 """Thread blocks of a fold per fragment and head: 16 of the 128 state columns each."""
 MERGE_ABOVE = 32
@@ -25,164 +34,158 @@ MERGE_ABOVE = 32
 
 Ints = np.ndarray
 """An int64 array."""
-_NO_ROWS = ((0, 0, 0, 0),)
+Numbers = np.ndarray
+"""A float64 array: whole numbers, or times in ns, exact to an eighth."""
+
+ALL, OFFSETS, ADJOINT_OFFSETS, MAPS = range(4)
+"""Which segments a walk takes: all; those with tokens of their document behind them, before them, on both sides."""
+WALKS = {
+    "output": ("walk_output", "stream_output", ALL),
+    "states": ("walk_states", "stream_states", ALL),
+    "adjoint": ("walk_adjoint", "stream_adjoint", ALL),
+    "offsets": ("walk_summary", "stream_summary", OFFSETS),
+    "maps": ("walk_summary", "stream_summary", MAPS),
+    "adjoint_offsets": ("adjoint_summary", "stream_adjoint_summary", ADJOINT_OFFSETS),
+}
+"""The walks of a step: their two `Times`, and which segments they take."""
+_SETS = np.array([of for _, _, of in WALKS.values()])
+_STARTS = np.bincount(_SETS).astype(np.float64)
+"""Walks of each set."""
 
 
-def _kind(row: Row) -> tuple[int, ...]:
-    """Chunks (at least 1) and number of such fragments, whether one holds its chain's start, the folds that pass it
-    (entry states in both directions, composed offsets in either, composed maps), and whether its longer and its shorter
-    segments hold the chain's end: never, and where that is in the fragment."""
-    nc, out, into, count = row
-    return (nc, count, 1 - into, 2 + out + into + out * into, 0, 1 - out) if nc else (1, 0, 1, 0, 0, 1)
+@functools.lru_cache
+def _walk_prices(calibration: Calibration) -> Numbers:
+    """Per walk of `WALKS` in ns: a chunk of its chain, a chunk of its bytes, and what the decay bound leaves of a
+    segment; [3, walks, 1]."""
+    times, most = asdict(calibration.times), calibration.settings.decayed_chunks
+    left = {OFFSETS: most, ADJOINT_OFFSETS: most, MAPS: 0, ALL: LONG}
+    prices = [(times[chain], times[stream], times[chain] * left[of]) for chain, stream, of in WALKS.values()]
+    return np.array(prices, dtype=np.float64).T[:, :, None]
 
 
 class RankModel:
-    """Quantities of one rank at several P at once.
+    """Quantities of one rank at several P at once, whole numbers in float64.
 
-    Legend of array shapes: P tried values of P, J kinds of fragments, 3 kinds of walks: over all segments, over those
-    summarized (for B and for M), over those summarized in the adjoint.
+    Legend of array shapes: P tried values of P, J kinds of fragments, 4 sets of segments (`ALL` .. `MAPS`). Segments of
+    a fragment count as equally long: on a chain as the longest, on an even share as their mean.
 
     Attributes:
-        lengths, jobs: chunks of an item [P, 2J], and how many such items the walks have [3, P, 2J].
-        walks: lower bounds of the chunks that the busiest SM walks, [3, P]. starts: segments that it starts, [3, P].
-        hops: in series, [P]: entry states in both directions, composed offsets in either, composed maps.
-        even: chunks per SM if all were shared evenly. crosses: directions in which some chain goes on.
+        parts: segments of each kind of fragment, [P, J].
+        even: chunks per SM if the walk of a set were shared evenly; chain: of the busiest SM at least; starts: segments
+            that it starts; [4, P] each.
+        hops: of folds in series, in both directions, [P]: entry states, composed offsets and maps.
+        share: chunks of all fragments per SM. crosses: directions in which some chain goes on.
     """
 
     def __init__(self, rows: Rows, heads: int, calibration: Calibration, p: Ints) -> None:
-        self.rows, self.heads, self.calibration, self.p = rows, heads, calibration, p
-        sm_count, settings = calibration.sm_count, calibration.settings
-        self.even = -(-sum(nc * count for nc, _, _, count in rows) * heads // sm_count)
-        filled = [row for row in rows if row[0]]
-        self.crosses = any(row[1] for row in filled) + any(row[2] for row in filled)
-        self.kinds = np.array([_kind(row) for row in rows or _NO_ROWS]).T
-        self.parts = np.minimum(p[:, None], self.kinds[0])
-        lengths, segments = self._segments()
-        self.starts = ceil_div(np.add.reduce(segments, axis=-1) * heads, sm_count)
-        # Short segments of a head are walked in runs of about `item_chunks`; shorter ones where SMs would stay idle.
-        run = np.minimum(ceil_div(min(self.even, settings.item_chunks), lengths), segments[0])
-        np.maximum(run, 1, out=run)
-        self.lengths, self.jobs = lengths * run, (segments + (run - 1)) // run * heads
-        self.walks = makespan_bound(self.lengths, self.jobs, sm_count)
-        self.hops = self._fold_hops()
-
-    def _segments(self) -> tuple[Ints, Ints]:
-        """Chunks [P, 2J] and number per head [3, P, 2J] of the segments; of each kind the longer ones first."""
-        (nc, count, is_start, _), last = self.kinds[:4], self.kinds[4:].T
-        base, longer = np.divmod(nc, self.parts)
-        shape = *base.shape, 2
-        lengths, first, segments = (np.empty((*n, *shape), dtype=np.int64) for n in ((), (), (3,)))
-        walked, summarized, adjoint = segments
-        lengths[..., 0], lengths[..., 1] = base + 1, base
-        walked[..., 0], walked[..., 1] = longer, self.parts - longer
-        # Nobody needs the offset of a chain's last segment, the adjoint offset of its first, the map of either.
-        np.multiply(longer > 0, is_start, out=first[..., 0])
-        np.subtract(is_start, first[..., 0], out=first[..., 1])
-        np.subtract(walked, first, out=adjoint)
-        maps = np.maximum(adjoint - last, 0)
-        if self.calibration.settings.decayed_permille:
-            maps = ceil_div(maps * (1000 - self.calibration.settings.decayed_permille), 1000)
-        np.subtract(walked, last, out=summarized)
-        summarized += maps
-        segments *= count[:, None]
-        return lengths.reshape(len(base), -1), segments.reshape(3, len(base), -1)
-
-    def _fold_hops(self) -> Ints:
-        slots = self.calibration.sm_count * self.calibration.settings.fold_blocks
-        hops = (self.parts - 1) * self.kinds[3]
-        even = ceil_div(hops.dot(self.kinds[1]) * (self.heads * FOLD_BLOCKS), slots)
-        serial: Ints = np.maximum(np.maximum.reduce(hops, axis=-1), even)
-        return serial
+        self.rows, self.heads, self.calibration = [row for row in rows if row[0]], heads, calibration
+        self.crosses = any(row[1] for row in self.rows) + any(row[2] for row in self.rows)
+        sm_count, slots = calibration.sm_count, calibration.sm_count * calibration.settings.fold_blocks
+        columns = np.array([_columns(row, heads) for row in self.rows] or [(1.0,) + 6 * (0.0,)]).T
+        chunks, count, passed, absent = columns[0], columns[1], columns[2], columns[3:, None]
+        self.parts = np.minimum(p[:, None], chunks)
+        mean = chunks / self.parts
+        counts = self.parts - absent  # [4, P, J]
+        np.maximum(counts, 0, out=counts)
+        counts *= count
+        self.even = np.ceil(np.add.reduce(counts * mean, axis=-1) / sm_count)
+        # Of the first k segments, the longest, some SM starts at least k / SMs, none shorter than the last of them.
+        waves = np.ceil(np.add.accumulate(counts, axis=-1) / sm_count)
+        self.starts = waves[..., -1]
+        self.chain = np.maximum(np.maximum.reduce(waves * np.ceil(mean), axis=-1), self.even)
+        self.share = self.even.item(ALL, 0)
+        hops = (self.parts - 1) * passed
+        spread = np.ceil(hops.dot(count) * (FOLD_BLOCKS / slots))
+        self.hops: Numbers = np.maximum(np.maximum.reduce(hops, axis=-1), spread)
 
     @property
-    def varying(self) -> dict[str, Ints]:
-        """Quantities that depend on P, [P], without the walks over all segments."""
+    def launches(self) -> Numbers:
+        """Of a step, [P]: prepare and walk; prepare, walk, adjoint, grad; a walk for summaries and a fold each way
+        where fragments are split; a fold more, or the two of them alone, at either border that is crossed."""
         splits = self.parts[:, 0] > 1  # the first fragments have the most chunks
-        walked, summarized, adjoint = self.starts
-        return {
-            # NOTE: summaries count at their bound. Exact makespans, at three times the host time, choose another P for
-            # 16 of 270 ranks of bench/plan_census.py and gain at most 0.8 % of a modelled step.
-            "walk_summary": self.walks[1],
-            "adjoint_summary": self.walks[2],
-            "segment": 3 * walked + summarized + adjoint,
-            "fold_hop": self.hops + self.crosses,
-            # a summary and a fold each way, compositions
-            "launch": splits * (4 - self.crosses) + 2 * self.crosses,
-        }
+        unsplit = 6 * bool(self.rows) + 2 * self.crosses
+        launches: Numbers = unsplit + splits * (4 - self.crosses)
+        return launches
 
     @property
-    def fixed(self) -> dict[str, int]:
-        """Quantities that do not depend on P."""
-        crossing = sum(count * (out + into) for nc, out, into, count in self.rows if nc)
-        return {
-            "prepare": 2 * self.even,
-            "grad": self.even,
-            "launch": 6 * (self.even > 0),  # prepare, walk; prepare, walk, adjoint, grad
-            "exchange": 2 * (crossing > 0),
-            "link_mib": -(-crossing * self.heads // 16),  # a state of one head is 64 KiB
-        }
-
-    @property
-    def chunk_ns(self) -> int:
-        """Of a chunk in all walks over all segments."""
-        times = self.calibration.times
-        return times.walk_output + times.walk_states + times.walk_adjoint
+    def links(self) -> dict[str, int]:
+        """Quantities of messages."""
+        crossing = sum(count * (out + into) for _, out, into, count in self.rows)
+        return {"exchange": 2 * (crossing > 0), "link_mib": -(-crossing * self.heads // 16)}  # 64 KiB a state and head
 
     @cached_property
-    def bounds(self) -> Ints:
-        """Lower bounds of `varying_ns`, [P]."""
-        times, quantities = self.calibration.times, self.varying
-        names = [*quantities]
-        weights = [self.chunk_ns, *(getattr(times, name) for name in names)]
-        bounds: Ints = np.array(weights).dot(np.array([self.walks[0], *quantities.values()]))
-        return bounds
+    def _walks_ns(self) -> tuple[Numbers, Numbers]:
+        """Every walk of `WALKS` without its starts, for gates that never decay and for those that do, [walks, P]."""
+        chain, stream, left = _walk_prices(self.calibration)
+        on_chain, on_all = self.chain[_SETS] * chain, self.even[_SETS] * stream
+        ns = np.minimum(on_chain, on_all) * BESIDE
+        ns += np.maximum(on_chain, on_all)
+        return ns, np.minimum(ns, self.starts[_SETS] * left)
 
-    def walked(self, i: int) -> int:
-        """Chunks that the busiest SM walks in a walk over all segments, for the i-th P; exact."""
-        jobs = zip(self.lengths[i].tolist(), self.jobs[0, i].tolist(), strict=True)
-        return lpt_makespan(jobs, self.calibration.sm_count)
+    @cached_property
+    def times_ns(self) -> Numbers:
+        """Predicted times of a step whose gates never decay, and of one whose heads decay as `Settings` say, [2, P]."""
+        times, share = self.calibration.times, self.calibration.settings.decayed_permille / 1000
+        steady, decayed = (np.add.reduce(ns, axis=0) for ns in self._walks_ns)
+        rest = _STARTS.dot(self.starts) * times.segment + self.launches * times.launch + self._fixed_ns
+        steady += self.hops * times.fold_hop
+        decayed += self.hops * times.dropped_hop
+        both: Numbers = np.array((steady, share * decayed + (1 - share) * steady))
+        both += rest
+        return both
 
-    def varying_ns(self, i: int) -> int:
-        """What the i-th P decides of a step."""
-        return self.bounds.item(i) + (self.walked(i) - self.walks.item(0, i)) * self.chunk_ns
-
-    def step_ns(self, i: int) -> int:
-        """Predicted nanoseconds of a step at the i-th P."""
+    @property
+    def _fixed_ns(self) -> float:
         times = self.calibration.times
-        return sum(getattr(times, name) * quantity for name, quantity in self.fixed.items()) + self.varying_ns(i)
+        links = sum(getattr(times, name) * quantity for name, quantity in self.links.items())
+        return self.share * (2 * times.prepare + times.grad) + self.crosses * times.fold_hop + links
+
+    def walk_ns(self, walk: str, *, decayed: bool) -> Numbers:
+        """One walk without its starts, [P]."""
+        ns: Numbers = self._walks_ns[decayed][[*WALKS].index(walk)]
+        return ns
+
+    def losses(self) -> Numbers:
+        """Time at each P over that at the best one, the larger of those for both gates, [P]."""
+        times = self.times_ns
+        best = np.maximum(np.minimum.reduce(times, axis=1), 1)[:, None]  # 0 without tokens
+        loss: Numbers = np.maximum.reduce(times / best)
+        return loss
 
 
-class StepModel:
-    """`RankModel` of several ranks; the i-th P of each."""
-
-    def __init__(self, tables: Sequence[Rows], heads: int, calibration: Calibration, p: Ints) -> None:
-        self.p, self.ranks = p, [RankModel(rows, heads, calibration, p) for rows in tables]
-
-    def bounds(self) -> Ints:
-        """Lower bounds of `varying_ns`, [ranks, P]."""
-        return np.array([rank.bounds for rank in self.ranks])
-
-    def varying_ns(self, rank: int, i: int) -> int:
-        return self.ranks[rank].varying_ns(i)
-
-    def step_ns(self, rank: int, i: int) -> int:
-        return self.ranks[rank].step_ns(i)
+def _columns(row: Row, heads: int) -> tuple[float, ...]:
+    """Chunks of a fragment, such fragments times heads, the folds that pass it (entry states in both directions,
+    composed offsets in either, composed maps), and its segments that each set leaves out."""
+    chunks, out, into, count = row
+    # Nobody needs the offset of a chain's last segment, the adjoint offset of its first, the map of either.
+    passed, last, first = 2 + out + into + out * into, 1 - out, 1 - into
+    return float(chunks), float(count * heads), float(passed), 0.0, float(last), float(first), float(last + first)
 
 
-def quantities(table: Table, p: int, heads: int, calibration: Calibration) -> dict[str, int]:
-    """How often a step of a rank at P = `p` spends each of `calibration.Times`; what a fit of measured steps takes."""
+def quantities(table: Table, p: int, heads: int, calibration: Calibration) -> dict[str, float]:
+    """How often a step of a rank at P = `p` spends each of `calibration.Times`, for gates that never decay. Of a walk's
+    two times the smaller counts as the share `BESIDE` of it."""
     model = RankModel(table_rows(table), heads, calibration, np.array([p]))
-    walked = model.walked(0)
-    counts = {"walk_output": walked, "walk_states": walked, "walk_adjoint": walked}
-    varying = {name: int(quantity[0]) for name, quantity in model.varying.items()}
-    for name, quantity in (*varying.items(), *model.fixed.items()):
-        counts[name] = counts.get(name, 0) + quantity
-    return counts
+    found: dict[str, float] = {"prepare": 2 * model.share, "grad": model.share, **model.links}
+    found |= {"launch": model.launches.item(0), "fold_hop": model.hops.item(0) + model.crosses}
+    for walk in WALKS:
+        for name, quantity in walk_quantities(model, walk).items():
+            found[name] = found.get(name, 0) + quantity
+    return found
 
 
-def step_ns(table: Table, p: int, heads: int, calibration: Calibration) -> int:
-    """Predicted nanoseconds of a rank's step."""
-    return RankModel(table_rows(table), heads, calibration, np.array([p])).step_ns(0)
+def walk_quantities(model: RankModel, walk: str) -> dict[str, float]:
+    """The same of one walk, at the first P of the model."""
+    chain, stream, of = WALKS[walk]
+    times, on_chain, on_all = model.calibration.times, model.chain.item(of, 0), model.even.item(of, 0)
+    is_chain = on_chain * getattr(times, chain) >= on_all * getattr(times, stream)
+    on_chain, on_all = on_chain * (1 if is_chain else BESIDE), on_all * (BESIDE if is_chain else 1)
+    return {chain: on_chain, stream: on_all, "segment": model.starts.item(of, 0)}
+
+
+def step_ns(table: Table, p: int, heads: int, calibration: Calibration) -> float:
+    """Predicted nanoseconds of a rank's step, for gates that never decay."""
+    return RankModel(table_rows(table), heads, calibration, np.array([p])).times_ns.item(0)
 
 
 # ---- the rule --------------------------------------------------------------------------------------------------------
@@ -196,7 +199,10 @@ def measured_vector(tables: Sequence[Table], heads: int, calibration: Calibratio
 
 
 def measured_p(rows: Rows, heads: int, calibration: Calibration) -> int:
-    """P of a rank: the cheapest by the model, the smallest on ties; times are exact only until a bound is above."""
+    """P of a rank: the one that loses the least (`RankModel.losses`), the smallest on ties.
+
+    Walks count at a bound of their makespan; exact makespans chose the same P in every row that was measured.
+    """
     rows = _thinned(rows)
     longest = rows[0][0] if rows else 0
     largest = min(longest, _largest_useful(rows, heads, calibration))
@@ -204,14 +210,7 @@ def measured_p(rows: Rows, heads: int, calibration: Calibration) -> int:
     tried = [1, *range(min(least, MAX_SEGMENTS), largest + 1)]
     if len(tried) == 1:
         return 1
-    model = RankModel(rows, heads, calibration, np.array(tried))
-    bounds, (best, *others) = model.bounds.tolist(), model.bounds.argsort(kind="stable").tolist()
-    best_ns = model.varying_ns(best)
-    for i in others:
-        if bounds[i] > best_ns:
-            break
-        best_ns, best = min((best_ns, best), (model.varying_ns(i), i))
-    return tried[best]
+    return tried[int(RankModel(rows, heads, calibration, np.array(tried)).losses().argmin())]
 
 
 def may_run(p: Ints, longest: Ints, calibration: Calibration) -> Ints:

@@ -64,12 +64,13 @@ def chunk_gated_delta_rule(
         factor, l2norm = check_choices(ctx, scale, use_qk_l2norm_in_kernel)
         handle = check_handle(recompute, ctx)
         if library.is_wanted():
-            _refuse_workspace(check_workspace(workspace, ctx, PHASES[:1]))
+            _refuse_workspace(check_workspace(workspace, ctx, PHASES[:1], document_states=True))
             o, final = library.call(ctx, tensors, factor, l2norm)
         else:
             check_call(ctx, tensors[:5], initial_state, factor, l2norm)
             keeps = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-            workspace = check_workspace(workspace, ctx, PHASES if keeps else PHASES[:1])
+            phases, asked = PHASES if keeps else PHASES[:1], output_final_state or initial_state is not None
+            workspace = check_workspace(workspace, ctx, phases, document_states=asked)
             _refuse_capture(ctx)
             call = _Call(
                 ctx=ctx,
@@ -102,7 +103,8 @@ def forward(
     with _guard(ctx, "forward"):
         factor, l2norm = check_choices(ctx, scale, use_qk_l2norm_in_kernel)
         x = check_call(ctx, (q, k, v, g, beta), initial_state, factor, l2norm)
-        own = check_workspace(workspace, ctx, PHASES[:1])
+        asked = output_final_state or initial_state is not None
+        own = check_workspace(workspace, ctx, PHASES[:1], document_states=asked)
         manner = Manner(tapes=ctx.options.keeps_tapes, workspace=own, final=output_final_state)
         o, final, saved = run_forward(ctx, x, initial_state, manner)
         ctx.note_call("explicit", "forward", **_explicit(ctx))
@@ -134,7 +136,9 @@ def backward(
             check_tensor("dout", dout, ctx, token_shape(dout, *shape), (ctx.dtype,))
             dout = dout.view(shape)
         check_state("dfinal_state", dfinal_state, ctx, len(ctx.exit_docs))
-        grads = run_backward(ctx, dout, dfinal_state, saved, check_workspace(workspace, ctx, PHASES[1:]))
+        asked = saved.has_initial or dfinal_state is not None
+        own = check_workspace(workspace, ctx, PHASES[1:], document_states=asked)
+        grads = run_backward(ctx, dout, dfinal_state, saved, own)
         ctx.note_call("explicit", "backward", **_explicit(ctx))
     return grads
 

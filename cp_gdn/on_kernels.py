@@ -12,6 +12,7 @@ from cp_gdn.backends.launch import on_device
 from cp_gdn.backends.torch_chunked import Inputs
 from cp_gdn.context import Context
 from cp_gdn.saved import InputGradients, Manner, Saved, owned_maps
+from cp_gdn.workspace import Room, Workspace, bind
 
 
 def forward_on_kernels(
@@ -19,13 +20,15 @@ def forward_on_kernels(
 ) -> tuple[Tensor, Tensor, Saved]:
     """`op.run_forward` on the kernels, which keep no tapes yet."""
     options, forward, carried = ctx.options, kernels.forward, manner.carried
-    with torch.no_grad(), on_device(forward.device):
+    asked = manner.final or initial_state is not None
+    memory = bind(ctx, "forward", manner.workspace, document_states=asked)
+    with torch.no_grad(), on_device(forward.device), memory as room:
         o = torch.empty(x.v.shape, dtype=x.v.dtype, device=x.v.device)
-        inputs = forward.prepare(x, o)
+        inputs = forward.prepare(x, o, room)
         if carried is None:
-            entered = forward.enter(ctx.comm, inputs, initial_state, "STATE")
+            entered = forward.enter(ctx.comm, inputs, initial_state, "STATE", room)
         else:
-            found = forward.summarized(inputs, None) if options.keeps_maps else None
+            found = forward.summarized(inputs, None, room) if options.keeps_maps else None
             entered = Entered(states=carried.states, found=found, exchange=None)
         final = forward.new_states(forward.tables.num_exits if manner.final else 0)
         if manner.output:
@@ -46,14 +49,19 @@ def forward_on_kernels(
 
 
 def backward_on_kernels(
-    ctx: Context, kernels: HopperKernels, given: tuple[Tensor | None, Tensor | None], saved: Saved
+    ctx: Context,
+    kernels: HopperKernels,
+    given: tuple[Tensor | None, Tensor | None],
+    saved: Saved,
+    workspace: Workspace | None,
 ) -> InputGradients:
     """`op.run_backward` on the kernels; ``given``: gradients of o and of the final states."""
-    x = saved.inputs
-    with torch.no_grad(), on_device(kernels.forward.device):
-        inputs, grads = kernels.begin(x)
-        boundary = _boundary(ctx, kernels.forward, inputs, saved)
-        dinitial = kernels.backward(ctx.comm, inputs, given, boundary, grads)
+    x, asked = saved.inputs, saved.has_initial or given[1] is not None
+    memory = bind(ctx, "backward", workspace, document_states=asked)
+    with torch.no_grad(), on_device(kernels.forward.device), memory as room:
+        inputs, grads = kernels.begin(x, room)
+        boundary = _boundary(ctx, kernels.forward, inputs, saved, room)
+        dinitial = kernels.backward(ctx.comm, inputs, given, boundary, (grads, room))
     return InputGradients(
         q=grads.q,
         k=grads.k,
@@ -71,15 +79,15 @@ def _pass_empty(forward: HopperBackend, final: Tensor, initial_state: Tensor | N
         final[tables.empty_exit] = 0.0 if initial_state is None else initial_state[tables.empty_entry]
 
 
-def _boundary(ctx: Context, forward: HopperBackend, x: WalkInputs, saved: Saved) -> Boundary:
+def _boundary(ctx: Context, forward: HopperBackend, x: WalkInputs, saved: Saved, room: Room) -> Boundary:
     """Entry states and maps, whatever the forward kept: its first half runs again, its messages too, or maps alone."""
     if saved.states is None:
-        entered = forward.enter(ctx.comm, x, saved.initial, "STATE_AGAIN")
+        entered = forward.enter(ctx.comm, x, saved.initial, "STATE_AGAIN", room)
         forward.settle(entered)
         owned = owned_maps(entered.exchange, None) if ctx.options.save_transfer else None
         saved = replace(saved, states=entered.states, maps=entered.maps, owned=owned)
     elif saved.maps is None:
-        saved = replace(saved, maps=forward.summarized(x, None).maps)
+        saved = replace(saved, maps=forward.summarized(x, None, room).maps)
     assert saved.states is not None
     assert saved.maps is not None
     return Boundary(states=saved.states, initial=saved.has_initial, maps=saved.maps, owned=saved.owned)

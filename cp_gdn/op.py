@@ -80,7 +80,7 @@ def run_backward(
 ) -> InputGradients:
     """Gradients of a forward; a missing gradient of an output counts as zero."""
     if ctx.kernels is not None:
-        return backward_on_kernels(ctx, ctx.kernels, (dout, dfinal), saved)
+        return backward_on_kernels(ctx, ctx.kernels, (dout, dfinal), saved, workspace)
     side, backend, x = ctx.schedule.adjoint, ctx.backend, saved.inputs
     with exact_products(ctx.device), bind(ctx, "backward", workspace, kept=saved.tapes is not None) as room:
         tape = backend.prepare(x) if saved.tapes is None else saved.tapes.tape

@@ -31,9 +31,10 @@ class Costs:
 
 
 def seed_costs(calibration: Calibration) -> Costs:
-    """The calibrated stages that stand where the seed has its four: the walks for o, M and B, and a fold hop."""
+    """The calibrated stages that stand where the seed has its four: the walks for o, M and B where all SMs walk, and a
+    fold hop."""
     times = calibration.times
-    walk, summary, hop = times.walk_output // 10, times.walk_summary // 10, times.fold_hop // 10
+    walk, summary, hop = times.stream_output // 10, times.stream_summary // 10, times.fold_hop // 10
     return Costs(device=calibration.device, tape=walk, xfer=summary, offset=summary, compose=hop)
 
 

@@ -4,7 +4,7 @@ int64 arrays, tuples of them, and further such dataclasses."""
 import functools
 import types
 import typing
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from typing import Any, TypeVar
 
 import numpy as np
@@ -25,11 +25,12 @@ def upload(tree: Tree, device: torch.device) -> Tree:
     """A copy of ``tree`` with a tensor on ``device`` for every array; one pinned buffer, one copy that does not block.
     What is there twice is moved once."""
     homes: list[Home] = []
-    copy: Tree = _copied(tree, homes, {})
+    copy: Tree = _copied(tree, homes, {None: None})
     arrays: dict[int, np.ndarray] = {}
     for _, _, value in homes:
         if type(value) is tuple:
-            arrays.update((id(array), array) for array in value)
+            for array in value:
+                arrays[id(array)] = array
         else:
             arrays[id(value)] = value
     tables = dict(zip(arrays, _moved([*arrays.values()], device), strict=True))
@@ -38,16 +39,17 @@ def upload(tree: Tree, device: torch.device) -> Tree:
     return copy
 
 
-def _copied(node: Any, homes: list[Home], known: dict[int, Any]) -> Any:
+def _copied(node: Any, homes: list[Home], known: dict[int | None, Any]) -> Any:
     """The tree anew, still with arrays; ``homes`` takes where they are. ``known``: nodes that are there, by id."""
+    if node is None:
+        return None
     kind: Any = type(node)
     if kind is tuple:
-        return tuple([_copied(item, homes, known) for item in node])
-    if node is None or id(node) in known:
-        return known.get(id(node))
-    copy = known[id(node)] = object.__new__(
-        kind
-    )  # not by the constructor of a frozen class, which takes twice the time
+        return tuple([_copied(item, homes, known) for item in node]) if node else node
+    key = id(node)
+    if key in known:
+        return known[key]
+    copy = known[key] = object.__new__(kind)  # not by the constructor of a frozen class, which takes twice the time
     fields: dict[str, Any] = copy.__dict__
     fields.update(node.__dict__)
     for name in _names_of_tables(kind):
@@ -56,7 +58,7 @@ def _copied(node: Any, homes: list[Home], known: dict[int, Any]) -> Any:
         if held is np.ndarray or (held is tuple and value and type(value[0]) is np.ndarray):
             homes.append((fields, name, value))
         elif value is not None:
-            fields[name] = known[id(value)] if id(value) in known else _copied(value, homes, known)
+            fields[name] = _copied(value, homes, known)
     return copy
 
 
@@ -72,14 +74,19 @@ def _is_plain(hint: Any) -> bool:
     return all(map(_is_plain, inside)) if inside else hint in _PLAIN
 
 
-def _moved(arrays: list[np.ndarray], device: torch.device) -> Iterable[Tensor]:
+def _moved(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:
     """The table of each array, all in one buffer."""
-    pieces = [_PADDING[0]]
+    pieces, sizes = [_PADDING[0]], [0]  # a table without entries is the first piece
     for array in arrays:
-        flat = array if array.ndim == 1 else array.reshape(-1)
-        pieces += flat, _PADDING[-len(flat) % ALIGN]
+        size = array.size
+        if size:
+            rest = -size % ALIGN
+            pieces += array if array.ndim == 1 else array.reshape(-1), _PADDING[rest]
+            sizes += size, rest
     buffer = torch.from_numpy(np.concatenate(pieces))
     if device.type != "cpu":
         buffer = buffer.pin_memory().to(device, non_blocking=True)
-    tables = buffer.split_with_sizes([*map(len, pieces)])[1::2]
-    return [t if a.ndim == 1 else t.view(a.shape) for a, t in zip(arrays, tables, strict=True)]
+    nothing, *tables = buffer.split_with_sizes(sizes)
+    filled = iter(tables[::2])
+    found = [next(filled) if array.size else nothing for array in arrays]
+    return [t if a.ndim == 1 else t.view(a.shape) for a, t in zip(arrays, found, strict=True)]

@@ -60,34 +60,29 @@ class Layout:
         return max((buffer.end for buffer in self.phase(name)), default=0)
 
 
-def workspace_layout(ctx: "Context", *, tapes: str = "rerun") -> Layout:
+def workspace_layout(ctx: "Context", *, tapes: str = "rerun", document_states: bool = True) -> Layout:
     """Every buffer of a call's forward and backward under ``ctx`` on this rank.
 
     Args:
         tapes: "rerun", or "kept" for a backward that gets its tapes from a recompute. ``Options(save="full")`` has the
-            kept form always.
+            kept form always; the kernels keep no tapes.
+        document_states: whether initial states come in or final ones are asked for, for which the kernels need room
+            with many documents; the torch backend has it always.
     """
     if tapes not in FORMS:
         raise ValueError(f"tapes: got {tapes!r}, expected one of {FORMS}")
-    refuse_kernels(ctx, "workspaces")
+    if ctx.kernels is not None:
+        return Layout(**{phase: ctx.kernels.buffers(phase, document_states=document_states) for phase in PHASES})
     return Layout(forward=_forward(ctx), backward=_backward(ctx, kept=tapes == "kept" or ctx.options.keeps_tapes))
 
 
-def refuse_kernels(ctx: "Context", what: str) -> None:
-    """Raise where a figure or a memory of the torch backend would be taken for one of the kernels."""
-    if ctx.kernels is not None:
-        raise NotImplementedError(
-            f"{what}: the Hopper kernels allocate their own memory, and it is not counted yet; "
-            'build the context with backend="torch"'
-        )
+def workspace_bytes(ctx: "Context", *, tapes: str = "rerun", document_states: bool = True) -> int:
+    """Bytes that a `Workspace` needs for calls under ``ctx`` on this rank: the larger of forward and backward; see
+    `workspace_layout`.
 
-
-def workspace_bytes(ctx: "Context", *, tapes: str = "rerun") -> int:
-    """Bytes that a `Workspace` needs for calls under ``ctx`` on this rank: the larger of forward and backward.
-
-    A workspace for the rerun form serves the kept form too.
+    A workspace for the rerun form serves the kept form too, and one for states of documents also calls without.
     """
-    layout = workspace_layout(ctx, tapes=tapes)
+    layout = workspace_layout(ctx, tapes=tapes, document_states=document_states)
     return max(layout.nbytes(phase) for phase in PHASES)
 
 
@@ -96,22 +91,24 @@ def handoff_bytes(ctx: "Context", *, use_qk_l2norm_in_kernel: bool = False) -> d
     `saved_bytes`.
 
     Returns:
-        ``o`` and ``final_state`` of a forward (the torch backend makes the latter whether it is asked for or not);
+        ``o`` and ``final_state`` of a forward (the torch backend makes the latter whether it is asked for or not, the
+        kernels only if it is);
         ``gradients`` of q, k, v, g and beta (the last two counted in ``ctx.state_dtype``) and
         ``initial_state_gradient`` of a backward; ``kept_tapes`` of a recompute that hands its tapes on.
     """
-    refuse_kernels(ctx, "handoff_bytes")
     (heads, value_heads), (key_dim, value_dim), tokens = ctx.heads, ctx.head_dims, ctx.num_tokens
     wide, state = ctx.state_dtype.itemsize, math.prod((value_heads, key_dim, value_dim)) * ctx.state_dtype.itemsize
-    row = 2 * heads * key_dim + value_heads * value_dim
-    shapes = ctx.backend.kept_shapes(heads, ctx.state_shape, l2norm=use_qk_l2norm_in_kernel)
-    live = math.prod(shapes["beta"])  # one byte per row and head
+    row, kept = 2 * heads * key_dim + value_heads * value_dim, 0
+    if ctx.kernels is None:
+        shapes = ctx.backend.kept_shapes(heads, ctx.state_shape, l2norm=use_qk_l2norm_in_kernel)
+        live = math.prod(shapes["beta"])  # one byte per row and head
+        kept = sum(map(math.prod, shapes.values())) * wide + live
     return {
         "o": tokens * value_heads * value_dim * ctx.dtype.itemsize,
         "final_state": len(ctx.exit_docs) * state,
         "gradients": tokens * (row * ctx.dtype.itemsize + 2 * value_heads * wide),
         "initial_state_gradient": len(ctx.entry_docs) * state,
-        "kept_tapes": sum(map(math.prod, shapes.values())) * wide + live,
+        "kept_tapes": kept,
     }
 
 
@@ -145,7 +142,7 @@ class Workspace:
                 "workspace: got one that another call is using; calls that may overlap need a workspace each"
             )
         try:
-            room = Room(self.memory, buffers)
+            room = Room(buffers, self.memory)
             yield room
             self.bound[phase] = max(room.used, self.bound.get(phase, 0))
         finally:
@@ -153,23 +150,38 @@ class Workspace:
 
 
 class Room:
-    """Buffers of one phase, cut from one piece of memory as they are taken; none is cleared."""
+    """Buffers of one phase, cut from one piece of memory as they are taken, or allocated one by one on a device; none
+    is cleared."""
 
-    def __init__(self, memory: Tensor, buffers: tuple[Buffer, ...]) -> None:
+    def __init__(self, buffers: tuple[Buffer, ...], memory: Tensor | torch.device) -> None:
         self._memory, self._buffers, self.used = memory, {buffer.name: buffer for buffer in buffers}, 0
+
+    def holds(self, name: str) -> bool:
+        """Whether a buffer is left to be taken."""
+        return name in self._buffers
 
     def take(self, name: str) -> Tensor:
         """A buffer; each can be taken once."""
         buffer = self._buffers.pop(name)
         self.used += buffer.end - buffer.offset
+        if isinstance(self._memory, torch.device):
+            return torch.empty(buffer.shape, dtype=buffer.dtype, device=self._memory)
         piece = self._memory[buffer.offset : buffer.offset + buffer.nbytes]
         return piece.view(buffer.dtype).view(buffer.shape)
 
 
 @contextmanager
-def bind(ctx: "Context", phase: str, workspace: Workspace | None, *, kept: bool = False) -> Iterator[Room]:
+def bind(
+    ctx: "Context", phase: str, workspace: Workspace | None, *, kept: bool = False, document_states: bool = True
+) -> Iterator[Room]:
     """Buffers of a phase from the caller's workspace, or from memory that is freed at the end."""
-    buffers = workspace_layout(ctx, tapes="kept" if kept else "rerun").phase(phase)
+    if ctx.kernels is not None:
+        buffers = ctx.kernels.buffers(phase, document_states=document_states)
+        if workspace is None:
+            yield Room(buffers, ctx.device)
+            return
+    else:
+        buffers = workspace_layout(ctx, tapes="kept" if kept else "rerun").phase(phase)
     if workspace is None:
         size = max((buffer.end for buffer in buffers), default=0)
         workspace = Workspace(size, ctx.device)
@@ -177,8 +189,10 @@ def bind(ctx: "Context", phase: str, workspace: Workspace | None, *, kept: bool 
         yield room
 
 
-def check_workspace(workspace: object, ctx: "Context", phases: tuple[str, ...]) -> Workspace | None:
-    """``workspace`` if it can serve ``phases`` of calls under ``ctx``.
+def check_workspace(
+    workspace: object, ctx: "Context", phases: tuple[str, ...], *, document_states: bool
+) -> Workspace | None:
+    """``workspace`` if it can serve ``phases`` of calls under ``ctx``, see `workspace_layout`.
 
     Raises:
         TypeError, ValueError: it is no workspace, lies elsewhere, or is too small.
@@ -190,7 +204,7 @@ def check_workspace(workspace: object, ctx: "Context", phases: tuple[str, ...]) 
     device = workspace.memory.device
     if device.type != ctx.device.type or (ctx.device.index is not None and device.index != ctx.device.index):
         raise ValueError(f"workspace: got one on {device}, expected {ctx.device}; make it on the context's device")
-    layout = workspace_layout(ctx)
+    layout = workspace_layout(ctx, document_states=document_states)
     needed = max(layout.nbytes(phase) for phase in phases)
     if workspace.nbytes < needed:
         raise ValueError(
@@ -202,12 +216,15 @@ def check_workspace(workspace: object, ctx: "Context", phases: tuple[str, ...]) 
 
 # ---- layouts ---------------------------------------------------------------------------------------------------------
 
-Wanted = tuple[str, tuple[int, ...], tuple[str, str]]
+Wanted = tuple[str, tuple[int, ...], torch.dtype, tuple[str, str]]
+"""Name, shape, dtype and lifetime of a buffer."""
+Untyped = tuple[str, tuple[int, ...], tuple[str, str]]
+"""The same of the torch backend, whose buffers all have the dtype of states."""
 
 
 def _forward(ctx: "Context") -> tuple[Buffer, ...]:
     wanted = _exchange_buffers(ctx, maps=not ctx.options.keeps_maps)
-    return _placed(ctx, [*wanted, *ctx.backend.buffers("forward", ctx.state_shape, kept=ctx.options.keeps_tapes)])
+    return _typed(ctx, [*wanted, *ctx.backend.buffers("forward", ctx.state_shape, kept=ctx.options.keeps_tapes)])
 
 
 def _backward(ctx: "Context", *, kept: bool) -> tuple[Buffer, ...]:
@@ -220,27 +237,31 @@ def _backward(ctx: "Context", *, kept: bool) -> tuple[Buffer, ...]:
         ("adjoints", (side.num_states, *row), ("adjoint summarize", "adjoint replay")),
         ("adjoint offsets", (side.num_offsets, *row), ("adjoint summarize", "adjoint exchange")),
     ]
-    return _placed(ctx, [*wanted, *ctx.backend.buffers("backward", row, kept=kept)])
+    return _typed(ctx, [*wanted, *ctx.backend.buffers("backward", row, kept=kept)])
 
 
-def _exchange_buffers(ctx: "Context", *, maps: bool) -> list[Wanted]:
+def _exchange_buffers(ctx: "Context", *, maps: bool) -> list[Untyped]:
     side, row = ctx.schedule.forward, ctx.state_shape
-    wanted: list[Wanted] = [
+    wanted: list[Untyped] = [
         ("states", (side.num_states, *row), ("summarize", "replay")),
         ("offsets", (side.num_offsets, *row), ("summarize", "exchange")),
     ]
     return wanted + (_maps_buffer(ctx) if maps else [])
 
 
-def _maps_buffer(ctx: "Context") -> list[Wanted]:
+def _maps_buffer(ctx: "Context") -> list[Untyped]:
     value_heads, key_dim, _ = ctx.state_shape
     return [("maps", (ctx.schedule.num_maps, value_heads, key_dim, key_dim), ("summarize", "fold"))]
 
 
-def _placed(ctx: "Context", wanted: list[Wanted]) -> tuple[Buffer, ...]:
+def _typed(ctx: "Context", wanted: list[Untyped]) -> tuple[Buffer, ...]:
+    return placed([(name, shape, ctx.state_dtype, lifetime) for name, shape, lifetime in wanted])
+
+
+def placed(wanted: list[Wanted]) -> tuple[Buffer, ...]:
     """Buffers one after the other."""
-    placed: list[Buffer] = []
-    for name, shape, lifetime in wanted:
-        offset = placed[-1].end if placed else 0
-        placed.append(Buffer(name=name, shape=shape, dtype=ctx.state_dtype, offset=offset, lifetime=lifetime))
-    return tuple(placed)
+    found: list[Buffer] = []
+    for name, shape, dtype, lifetime in wanted:
+        offset = found[-1].end if found else 0
+        found.append(Buffer(name=name, shape=shape, dtype=dtype, offset=offset, lifetime=lifetime))
+    return tuple(found)

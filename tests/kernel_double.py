@@ -18,9 +18,10 @@ from cp_gdn import affine, context, on_kernels
 from cp_gdn.backends import hopper, hopper_backward, hopper_walk
 from cp_gdn.backends.choice import BackendChoice
 from cp_gdn.backends.hopper_hops import KernelHops
-from cp_gdn.backends.hopper_prepare import Prepared
+from cp_gdn.backends.hopper_prepare import Prepared, prepared_parts
 from cp_gdn.backends.hopper_walk import Ends, Items, WalkInputs
 from cp_gdn.reference import gated_delta_step
+from cp_gdn.workspace import Room
 
 POISON = 1e6
 """What rows hold that nobody may read: a NaN would hide in a where."""
@@ -43,10 +44,20 @@ def fold(
             states[dst] = out if offsets is None else out + offsets[offset]
 
 
-def prepare(kernel: Any, q: Tensor, k: Tensor, gates: Any, chunks: Tensor, t: Tensor) -> Any:
+def prepare(
+    kernel: Any, queries_keys: tuple[Tensor, Tensor], gates: Any, chunks: Tensor, t: Tensor, room: Tensor
+) -> Any:
     """T is left where a walk will put its output."""
+    heads = (queries_keys[0].shape[1], t.shape[1])
+    assert room.numel() == prepared_parts(len(t), heads, len(chunks))[-1]
     t.fill_(POISON)
-    return Prepared(t=t, room=torch.empty(0), at=(0, 0, 0), heads=(q.shape[1], t.shape[1]), chunks=len(chunks))
+    return Prepared(t=t, room=room, at=(0, 0, 0), heads=heads, chunks=len(chunks))
+
+
+def poisoned(room: Room, name: str, take: Any = Room.take) -> Tensor:
+    """`Room.take`, scratch memory full of what nobody may read."""
+    found: Tensor = take(room, name)
+    return found.fill_(POISON) if found.is_floating_point() else found
 
 
 class Walks:
@@ -184,5 +195,5 @@ def doubles() -> Iterator[None]:
             patch.setattr(module, "on_device", lambda index: nullcontext())
         patch.setattr(context, "choose_backend", lambda asked, comm: BackendChoice(kind="hopper", reason="a test"))
         patch.setattr(hopper.HopperBackend, "new_states", lambda self, rows: new(self, rows).fill_(POISON))
-        patch.setattr(hopper_backward, "tape_bytes", lambda places: 0)
+        patch.setattr(Room, "take", poisoned)
         yield

@@ -16,11 +16,11 @@ from cp_gdn.cost_model import quantities, step_ns
 
 TRUTH = replace(
     H200_MODEL,
-    times=replace(H200_MODEL.times, walk_output=1900, walk_states=3100, grad=5200, segment=2200, fold_hop=1500),
+    times=replace(H200_MODEL.times, walk_output=1600, stream_states=3100, grad=5200, segment=2200, fold_hop=1500),
 )
 
 
-def measured_steps() -> list[tuple[dict[str, int], int]]:
+def measured_steps() -> list[tuple[dict[str, float], float]]:
     """Steps of a device with the times `TRUTH`, and each stage alone."""
     shapes = [([(1024, 1, 0)], 48), ([(128, 0, 0)] * 8, 48), ([(4094, 0, 0)], 6), ([(40, 1, 1), (300, 0, 1)], 16)]
     steps = [(table, p, heads) for table, heads in shapes for p in (1, 2, 5, 11, 22)]
@@ -30,13 +30,13 @@ def measured_steps() -> list[tuple[dict[str, int], int]]:
 
 def test_a_file_gives_back_the_calibration_that_was_saved(tmp_path: Path) -> None:
     path = tmp_path / "h200.json"
-    saved = replace(TRUTH, source="test", settings=Settings(decayed_permille=250, item_chunks=12))
+    saved = replace(TRUTH, source="test", settings=Settings(decayed_permille=250, decayed_chunks=12))
     saved.save(path)
     assert load_calibration(path) == saved
 
 
 def spoiled(**changes: Any) -> dict[str, Any]:
-    good: dict[str, Any] = {"format": "cp_gdn calibration", "version": 1, "device": "X", "sm_count": 7, "source": "y"}
+    good: dict[str, Any] = {"format": "cp_gdn calibration", "version": 2, "device": "X", "sm_count": 7, "source": "y"}
     good |= {"times_ns": asdict(H200_MODEL.times), "settings": asdict(H200_MODEL.settings)}
     for key, value in changes.items():
         entry, _, name = key.partition("__")
@@ -50,7 +50,7 @@ def spoiled(**changes: Any) -> dict[str, Any]:
 REFUSED = [
     (spoiled(format="other"), 'expected an object with "format": "cp_gdn calibration"'),
     ([], "expected an object"),
-    (spoiled(version=2), "got version 2, expected 1; calibrate again"),
+    (spoiled(version=1), "got version 1, expected 2; calibrate again"),
     (spoiled(device=3), "device: got 3, expected a string"),
     (spoiled(sm_count=0), "sm_count: got 0, expected an int >= 1"),
     (spoiled(times_ns=[1]), "times_ns: got .*expected exactly"),

@@ -107,7 +107,7 @@ def test_times_are_of_the_slowest_rank_and_all_messages(capsys: pytest.CaptureFi
     assert 0 < four["balance"] <= 1
     assert result["layer"]["dtype"] == "bfloat16"
     assert result["constants"]["network"]["node_size"] == 8
-    assert "not yet calibrated" in result["constants"]["calibration"]["source"]
+    assert "cp-gdn bench --calibrate" in result["constants"]["calibration"]["source"]
 
 
 def test_choices_are_those_of_the_planner(capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,7 +45,8 @@ def test_a_ring_pays_each_hop_at_its_links_latency_and_rate() -> None:
     time = exchange_time(layer([0, 400], 4, "ring"), NETWORK, H200_MODEL)
     near, far = 10 + 4 * STATE / 4096, 100 + 4 * STATE / 1024
     assert (time.hops, time.message_us) == (3, 2 * near + far)
-    assert time.fold_us == pytest.approx(2 * 1.1)  # ranks 1 and 2 apply their maps, rank 3 only receives
+    # Ranks 1 and 2 apply their maps, rank 3 only receives.
+    assert time.fold_us == pytest.approx(2 * H200_MODEL.times.fold_hop / 1000)
     assert time.total_us == time.message_us + time.fold_us
 
 
@@ -85,7 +86,7 @@ def test_an_all_to_all_pays_two_collectives_and_a_walk_along_the_longest_chain()
     shipped = 2 * STATE * 2 / 1024 + 2 * 7
     home = 2 * STATE / 1024 + 2 * 7
     assert (time.hops, time.message_us) == (2, 2000 + shipped + home)
-    assert time.fold_us == pytest.approx(3 * 1.1)
+    assert time.fold_us == pytest.approx(3 * H200_MODEL.times.fold_hop / 1000)
     backward = exchange_time(asked, NETWORK, H200_MODEL, backward=True)  # the maps were kept: offsets alone
     assert backward.message_us == 2000 + 2 * (2 * STATE / 1024 + 2 * 7)
 

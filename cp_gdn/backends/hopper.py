@@ -21,6 +21,7 @@ from cp_gdn.backends.launch import Kernel, map_ready, on_device
 from cp_gdn.backends.torch_chunked import Inputs
 from cp_gdn.comm import Comm
 from cp_gdn.flow import Exchange, Flow
+from cp_gdn.workspace import Room
 
 SUMMARY, TRANSFER, INDEPENDENT, DEPENDENT = range(len(WALKS))
 
@@ -76,14 +77,14 @@ class HopperBackend:
     """Stages of the forward of one context.
 
     Attributes:
-        work: items of each walk. rows: see `rows_index`. chunks: [N, 2] int32, of the tables. nothing: no rows of
+        work: items of each walk. ends: see `rows_index`. chunks: [N, 2] int32, of the tables. nothing: no rows of
             states.
         alone: every segment is a whole document, so that nothing is summarized, folded or sent.
     """
 
     tables: KernelTables
     work: Sequence[Items]
-    rows: Sequence[Tensor]
+    ends: Sequence[Tensor]
     chunks: Tensor
     nothing: Tensor
     alone: bool
@@ -100,7 +101,7 @@ class HopperBackend:
         return cls(
             tables=tables,
             work=[Items(items=x, segments=tables.segments) for x in items],
-            rows=tables.rows.unbind(),
+            ends=tables.rows.unbind(),
             chunks=tables.chunks.view(torch.int32).view(-1, 2),
             nothing=torch.empty((0, value_heads, 128, 128), device=tables.items.device),
             alone=not any(tables.counts[:INDEPENDENT]) and tables.routes.kind == "none",
@@ -120,38 +121,41 @@ class HopperBackend:
 
     # ---- stages ------------------------------------------------------------------------------------------------------
 
-    def prepare(self, x: Inputs, t: Tensor) -> WalkInputs:
+    def prepare(self, x: Inputs, t: Tensor, room: Room) -> WalkInputs:
         """Everything about a chunk that does not depend on a state; T into ``t``, see `Prepared`."""
         q, k, v = map_ready(x.q), map_ready(x.k), map_ready(x.v)
         g, beta = x.g.float().contiguous(), x.beta.float().contiguous()
-        made = prepare(self.kernels.prepare[x.l2norm], q, k, (g, beta), self.chunks, t)
+        made = prepare(self.kernels.prepare[x.l2norm], (q, k), (g, beta), self.chunks, t, room.take("prepared"))
         return WalkInputs(q=q, k=k, v=v, g=g, beta=beta, chunks=self.chunks, prepared=made, scale=x.scale)
 
-    def summarized(self, x: WalkInputs, states: Tensor | None, *, initial: bool = False) -> Summarized:
+    def rows(self, room: Room, name: str, count: int) -> Tensor:
+        """Scratch of that name, or ``count`` rows of their own where they are saved."""
+        return room.take(name) if room.holds(name) else self.new_states(count)
+
+    def summarized(self, x: WalkInputs, states: Tensor | None, room: Room, *, initial: bool = False) -> Summarized:
         """Maps of all segments that need one, then the composed ones, and the offsets, from ``states``; None: maps
         alone."""
         tables, walk = self.tables, TRANSFER if states is None else SUMMARY
-        maps = self.new_states(tables.num_maps)
-        dropped = None
-        if self.cutoff is not None:
-            dropped = torch.empty((tables.num_maps, self.value_heads), dtype=torch.int32, device=maps.device)
-        offsets = self.nothing if states is None else self.new_states(tables.side.num_offsets)
+        if self.alone:
+            return Summarized(maps=self.new_states(0), offsets=self.nothing, dropped=None)
+        maps = self.rows(room, "maps", tables.num_maps)
+        dropped = None if self.cutoff is None else room.take("dropped")
+        offsets = self.nothing if states is None else room.take("offsets")
         ends = Ends(rows=self._rows(walk, initial=initial), start=states, end=offsets)
         summaries = Summaries(maps=maps, cutoff=self.cutoff, dropped=dropped)
         summarize(self.kernels.summary, x, self.work[walk], ends, summaries)
         affine.run(tables.compose_maps, maps, maps, None, dropped=dropped)
         return Summarized(maps=maps, offsets=offsets, dropped=dropped)
 
-    def enter(self, comm: Comm, x: WalkInputs, initial: Tensor | None, purpose: str) -> Entered:
+    def enter(self, comm: Comm, x: WalkInputs, initial: Tensor | None, purpose: str, room: Room) -> Entered:
         """Summarize, fold what needs no message, and begin the exchange."""
         tables, side, has_initial = self.tables, self.tables.side, initial is not None
-        states = self.new_states(tables.num_rows[has_initial])
+        states = self.rows(room, "states", tables.num_rows[has_initial])
         if initial is not None:
             states[side.start_state] = initial[side.start_row]
+        found = self.summarized(x, states, room, initial=has_initial)
         if self.alone:
-            nothing = Summarized(maps=self.new_states(0), offsets=self.nothing, dropped=None)
-            return Entered(states=states, found=nothing, exchange=None)
-        found = self.summarized(x, states, initial=has_initial)
+            return Entered(states=states, found=found, exchange=None)
         affine.run(side.compose, found.offsets, found.maps, found.offsets, dropped=found.dropped)
         affine.run(side.local, states, found.maps, found.offsets, dropped=found.dropped)
         exchange = None
@@ -190,4 +194,4 @@ class HopperBackend:
         return torch.where((row < len(saved))[:, None, None, None], saved[row.clamp(max=len(saved) - 1)], states)
 
     def _rows(self, walk: int, *, initial: bool = False, final: bool = True) -> Tensor:
-        return self.rows[rows_index(walk, initial=initial, final=final)]
+        return self.ends[rows_index(walk, initial=initial, final=final)]

@@ -15,7 +15,9 @@ from cp_gdn.backends import hopper_walk
 from cp_gdn.backends.hopper import INDEPENDENT, HopperBackend
 from cp_gdn.backends.hopper_grad import KernelGradients, grad, load_grad
 from cp_gdn.backends.hopper_items import items_of_heads
+from cp_gdn.backends.hopper_memory import MemorySizes, buffers_of
 from cp_gdn.backends.hopper_mirror import MirrorTables, mirror_index
+from cp_gdn.backends.hopper_prepare import prepared_parts
 from cp_gdn.backends.hopper_slabs import places_of_heads, steps_of
 from cp_gdn.backends.hopper_tables import KernelTables, rows_index
 from cp_gdn.backends.hopper_walk import Ends, Items, Summaries, Tapes, WalkInputs, load_adjoint, load_walk, tape_bytes
@@ -23,6 +25,8 @@ from cp_gdn.backends.launch import Kernel, map_ready, on_device
 from cp_gdn.backends.torch_chunked import Inputs
 from cp_gdn.comm import Comm
 from cp_gdn.flow import Flow
+from cp_gdn.options import Options
+from cp_gdn.workspace import Buffer, Room
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +74,7 @@ class HopperKernels:
 
     Attributes:
         summary: items of Bt. slabs: see `SlabWork`; ``places`` chunks and value heads are in the largest.
+        sizes: of scratch memory.
     """
 
     forward: HopperBackend
@@ -79,33 +84,55 @@ class HopperKernels:
     places: int
     rows: Sequence[Tensor]
     kernels: BackwardKernels
+    sizes: MemorySizes
 
     @classmethod
-    def of(cls, uploaded: KernelTables, heads: tuple[int, int], cutoff: float | None) -> "HopperKernels":
+    def of(
+        cls, uploaded: KernelTables, heads: tuple[int, int], cutoff: float | None, options: Options, tokens: int
+    ) -> "HopperKernels":
         """The kernels of a context whose tables are on the device; they are loaded already."""
         forward, tables, group = HopperBackend.of(uploaded, heads, cutoff), uploaded.mirror, heads[1] // heads[0]
         with on_device(forward.device):
             kernels = BackwardKernels.load(group)
         items = items_of_heads(tables.items, heads[1])
         first = tables.counts[0] * heads[1]
+        places = max((slab.steps for slab in tables.slabs.slabs), default=0) * group
         return cls(
             forward=forward,
             tables=tables,
             summary=Items(items=items[:first], segments=uploaded.segments),
             slabs=_slab_work(uploaded, items[first:], group),
-            places=max((slab.steps for slab in tables.slabs.slabs), default=0) * group,
+            places=places,
             rows=tables.rows.unbind(),
             kernels=kernels,
+            sizes=MemorySizes(
+                value_heads=heads[1],
+                prepared=prepared_parts(tokens, heads, len(forward.chunks))[-1],
+                tapes=tape_bytes(places),
+                states=uploaded.num_rows,
+                adjoints=tables.num_rows,
+                offsets=uploaded.side.num_offsets,
+                adjoint_offsets=tables.side.num_offsets,
+                maps=uploaded.num_maps,
+                alone=forward.alone,
+                cutoff=cutoff is not None,
+                keeps_states=options.keeps_states,
+                keeps_maps=options.keeps_maps,
+            ),
         )
+
+    def buffers(self, phase: str, *, document_states: bool) -> tuple[Buffer, ...]:
+        """Scratch memory of a phase, see `workspace_layout`."""
+        return buffers_of(self.sizes, phase, document_states=document_states)
 
     def saved_rows(self, *, initial: bool) -> int:
         """Rows of the states that a forward keeps, by whether an initial state came in."""
         return self.forward.tables.num_rows[initial]
 
-    def begin(self, x: Inputs) -> tuple[WalkInputs, KernelGradients]:
+    def begin(self, x: Inputs, room: Room) -> tuple[WalkInputs, KernelGradients]:
         """A backward's first stage, and room for its results."""
         out = KernelGradients.empty(q=x.q, k=x.k, v=x.v, g=x.g.float(), beta=x.beta.float())
-        return self.forward.prepare(x, out.v), out
+        return self.forward.prepare(x, out.v, room), out
 
     def backward(
         self,
@@ -113,35 +140,37 @@ class HopperKernels:
         x: WalkInputs,
         given: tuple[Tensor | None, Tensor | None],
         boundary: Boundary,
-        out: KernelGradients,
+        results: tuple[KernelGradients, Room],
     ) -> Tensor:
         """Fill the gradients of the inputs; those of the initial states [entry_docs, HV, 128, 128], no rows without
         one.
 
         Args:
             given: gradients of o and of the final states; None counts as zero.
+            results: where gradients go, and scratch memory.
         """
+        out, room = results
         dout, dfinal = given
         tables, initial = self.forward.tables, boundary.initial
         mirrored = replace(x, v=map_ready(torch.zeros_like(x.v) if dout is None else dout))
-        states = self._adjoints(comm, mirrored, dfinal, boundary)
+        states = self._adjoints(comm, mirrored, dfinal, boundary, room)
         dinitial = self.forward.new_states(tables.num_entries if initial else 0)
         index = mirror_index(replay=True, final=dfinal is not None, initial=initial)
         ends = Ends(rows=self.rows[index], start=_if_any(states), end=dinitial)
-        self._gradients((x, mirrored), boundary, ends, out)
+        self._gradients((x, mirrored), boundary, ends, out, room.take("tapes"))
         if initial and tables.empty_entry.numel():
             dinitial[tables.empty_entry] = 0.0 if dfinal is None else dfinal[tables.empty_exit]
         return dinitial
 
-    def _adjoints(self, comm: Comm, x: WalkInputs, dfinal: Tensor | None, boundary: Boundary) -> Tensor:
+    def _adjoints(self, comm: Comm, x: WalkInputs, dfinal: Tensor | None, boundary: Boundary, room: Room) -> Tensor:
         """Exit adjoints of all segments that are not zero: summaries, exchange and folds."""
         tables, side, maps = self.tables, self.tables.side, boundary.maps
-        states = self.forward.new_states(tables.num_rows[dfinal is not None])
+        states = room.take("adjoints")
         if dfinal is not None:
             states[side.start_state] = dfinal[side.start_row]
         if self.forward.alone:
             return states
-        offsets = self.forward.new_states(side.num_offsets)
+        offsets = room.take("adjoint offsets")
         rows = self.rows[mirror_index(replay=False, final=dfinal is not None, initial=False)]
         found = Summaries(maps=None, cutoff=self.forward.cutoff, dropped=None)
         ends = Ends(rows=rows, start=_if_any(states), end=offsets)
@@ -160,13 +189,17 @@ class HopperKernels:
         return states
 
     def _gradients(
-        self, x: tuple[WalkInputs, WalkInputs], boundary: Boundary, ends: Ends, out: KernelGradients
+        self,
+        x: tuple[WalkInputs, WalkInputs],
+        boundary: Boundary,
+        ends: Ends,
+        out: KernelGradients,
+        room: Tensor,
     ) -> None:
         """Slab by slab; ``x``: the forward's inputs and the mirrored ones."""
         forward, mirrored = x
-        rows = self.forward.rows[rows_index(INDEPENDENT, initial=boundary.initial, final=False)]
+        rows = self.forward.ends[rows_index(INDEPENDENT, initial=boundary.initial, final=False)]
         entries = Ends(rows=rows, start=_if_any(boundary.states), end=None)
-        room = torch.empty(tape_bytes(self.places), dtype=torch.uint8, device=out.v.device)
         tapes = Tapes(room=room, places=self.places)
         kernel = self.kernels.grad[forward.prepared.at[2] != 0]
         for slab in self.slabs:

@@ -64,9 +64,10 @@ class Prepared:
         return self.room[first : first + count * dtype.itemsize].view(dtype).view(shape)
 
 
-def prepared_parts(tokens: int, heads: tuple[int, int], chunks: int, *, l2norm: bool) -> tuple[int, ...]:
-    """Where ``qk``, ``bound`` and ``rstd`` start, and the bytes of all."""
-    sizes = (heads[0] * tokens * CHUNK * 2, heads[1] * chunks * 4, 2 * heads[0] * tokens * 4 if l2norm else 0)
+def prepared_parts(tokens: int, heads: tuple[int, int], chunks: int) -> tuple[int, ...]:
+    """Where ``qk``, ``bound`` and ``rstd`` start, and the bytes of all; norms have their place whether they are asked
+    for or not."""
+    sizes = (heads[0] * tokens * CHUNK * 2, heads[1] * chunks * 4, 2 * heads[0] * tokens * 4)
     ends = [0]
     for size in sizes:
         ends.append(ends[-1] - (-size // ALIGN) * ALIGN)
@@ -78,14 +79,23 @@ _PARAMS = struct.Struct("<6Q4q2i3Q16x")
 
 
 def prepare(
-    kernel: PrepareKernel, q: Tensor, k: Tensor, gates: tuple[Tensor, Tensor], chunks: Tensor, t: Tensor
+    kernel: PrepareKernel,
+    queries_keys: tuple[Tensor, Tensor],
+    gates: tuple[Tensor, Tensor],
+    chunks: Tensor,
+    t: Tensor,
+    room: Tensor,
 ) -> Prepared:
-    """q, k [T, H, 128] bf16 (head rows dense), gates: g and beta [T, HV] fp32, chunks [N, 2] int32 (first row, count);
-    T goes into ``t`` [T, HV, 128] bf16, dense."""
+    """Everything about a chunk that no state is needed for.
+
+    Args:
+        queries_keys: q, k [T, H, 128] bf16 (head rows dense). gates: g and beta [T, HV] fp32.
+        chunks: [N, 2] int32, first row, count. t: [T, HV, 128] bf16, dense, takes T.
+        room: bytes as `prepared_parts` says.
+    """
+    q, k = queries_keys
     tokens, heads, value_heads = q.shape[0], q.shape[1], t.shape[1]
-    *parts, total = prepared_parts(tokens, (heads, value_heads), len(chunks), l2norm=kernel.l2norm)
-    room = torch.empty(total, dtype=torch.uint8, device=q.device)
-    base = room.data_ptr()
+    parts, base = prepared_parts(tokens, (heads, value_heads), len(chunks)), room.data_ptr()
     qk, bound, rstd = base, base + parts[1], base + parts[2] if kernel.l2norm else 0
     if len(chunks):
         g, beta = gates

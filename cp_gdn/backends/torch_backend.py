@@ -14,7 +14,7 @@ from cp_gdn.backends.torch_chunked import Inputs, States, Tape
 from cp_gdn.backends.torch_kept import Shapes
 from cp_gdn.plan import CHUNK, SegmentSet
 from cp_gdn.schedule import Replay, Schedule
-from cp_gdn.workspace import Wanted
+from cp_gdn.workspace import Untyped
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +33,7 @@ class TorchBackend:
     def transfer(self, tape: Tape) -> Tensor:
         return stages.transfer(tape, self.schedule.transfer, self.cutoff)
 
-    def buffers(self, phase: str, state: tuple[int, int, int], *, kept: bool) -> list[Wanted]:
+    def buffers(self, phase: str, state: tuple[int, int, int], *, kept: bool) -> list[Untyped]:
         """What the op holds for this backend in a phase: name, shape (all in the dtype of states), lifetime.
 
         Args:
@@ -44,7 +44,7 @@ class TorchBackend:
         if phase == "forward":
             return [("out", rows, ("replay", "replay"))]
         walked = ("adjoint replay", "gradients")
-        found: list[Wanted] = [("after", states, walked), ("values", rows, walked)]
+        found: list[Untyped] = [("after", states, walked), ("values", rows, walked)]
         if not kept:
             found += [("before", states, ("prepare", "gradients")), ("residual", rows, ("prepare", "gradients"))]
         return found

@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from cp_gdn.cli import build, demo, doctor, plan, verify
+from cp_gdn.cli import bench, build, demo, doctor, plan, verify
 from cp_gdn.cli.arguments import BadInput
 
 
@@ -13,7 +13,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="cp-gdn", description="Context parallelism for Gated DeltaNet layers on torch.distributed."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (build, demo, doctor, plan, verify):
+    for command in (bench, build, demo, doctor, plan, verify):
         name = command.__name__.rsplit(".", 1)[-1]
         sub = commands.add_parser(name, help=command.SUMMARY, description=command.SUMMARY)
         command.add_arguments(sub)

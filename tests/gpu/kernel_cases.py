@@ -14,6 +14,7 @@ from cp_gdn.backends import hopper_prepare
 from cp_gdn.backends.hopper_grad import KernelGradients, grad, load_grad
 from cp_gdn.backends.hopper_hops import packed
 from cp_gdn.backends.hopper_items import items_of_heads, lone_items, longest_first, run_items
+from cp_gdn.backends.hopper_prepare import prepared_parts
 from cp_gdn.backends.hopper_slabs import places_of_heads, slab_tables, steps_of
 from cp_gdn.backends.hopper_walk import (
     Ends,
@@ -123,7 +124,8 @@ def prepared_by(x: dict[str, Tensor], chunks: Tensor, *, v: str = "v", l2norm: b
     """What the walks take: `prepare` has run, T lies in a tensor of NaN."""
     kernel = hopper_prepare.load_prepare(heads_of(x)[1] // heads_of(x)[0], l2norm=l2norm)
     t = torch.full(x["v"].shape, float("nan"), dtype=x["v"].dtype, device="cuda")
-    made = hopper_prepare.prepare(kernel, x["q"], x["k"], (x["g"], x["beta"]), chunks, t)
+    room = torch.empty(prepared_parts(len(t), heads_of(x), len(chunks))[-1], dtype=torch.uint8, device="cuda")
+    made = hopper_prepare.prepare(kernel, (x["q"], x["k"]), (x["g"], x["beta"]), chunks, t, room)
     given = {name: x[name] for name in ("q", "k", "g", "beta")}
     return WalkInputs(**given, v=x[v], chunks=chunks, prepared=made, scale=SCALE)
 

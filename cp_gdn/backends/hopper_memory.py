@@ -1,0 +1,72 @@
+"""Scratch memory of the kernels: every buffer of a forward and of a backward by name, shape and lifetime."""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from cp_gdn.workspace import Buffer, Wanted, placed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemorySizes:
+    """What the buffers of a context depend on.
+
+    Attributes:
+        prepared: bytes, see `prepared_parts`. tapes: bytes of the largest slab.
+        states, adjoints: rows without and with states of documents. offsets, adjoint_offsets, maps: rows.
+        alone: nothing is summarized. cutoff: the decay bound marks maps that are zero.
+        keeps_states, keeps_maps: they are saved, and no scratch.
+    """
+
+    value_heads: int
+    prepared: int
+    tapes: int
+    states: tuple[int, int]
+    adjoints: tuple[int, int]
+    offsets: int
+    adjoint_offsets: int
+    maps: int
+    alone: bool
+    cutoff: bool
+    keeps_states: bool
+    keeps_maps: bool
+
+    def row(self, count: int) -> tuple[int, ...]:
+        return (count, self.value_heads, 128, 128)
+
+
+@functools.lru_cache(maxsize=256)
+def buffers_of(sizes: MemorySizes, phase: str, *, document_states: bool) -> tuple[Buffer, ...]:
+    """Buffers of "forward" or "backward"; ``document_states``: initial or final states of documents take part."""
+    wanted: list[Wanted] = [("prepared", (sizes.prepared,), torch.uint8, ("prepare", "replay"))]
+    forward = phase == "forward"
+    if not sizes.keeps_states:
+        wanted.append(("states", sizes.row(sizes.states[document_states]), torch.float32, ("summarize", "replay")))
+    if not sizes.alone:
+        if forward or not (sizes.keeps_states and sizes.keeps_maps):
+            wanted += _of_maps(sizes)
+        if forward or not sizes.keeps_states:
+            wanted.append(("offsets", sizes.row(sizes.offsets), torch.float32, ("summarize", "exchange")))
+    if not forward:
+        wanted += _of_adjoints(sizes, document_states=document_states)
+    return placed(wanted)
+
+
+def _of_maps(sizes: MemorySizes) -> list[Wanted]:
+    found: list[Wanted] = []
+    if not sizes.keeps_maps:
+        found.append(("maps", sizes.row(sizes.maps), torch.float32, ("summarize", "fold")))
+    if sizes.cutoff:
+        found.append(("dropped", (sizes.maps, sizes.value_heads), torch.int32, ("summarize", "fold")))
+    return found
+
+
+def _of_adjoints(sizes: MemorySizes, *, document_states: bool) -> list[Wanted]:
+    rows, life = sizes.row(sizes.adjoints[document_states]), ("adjoint summarize", "adjoint replay")
+    found: list[Wanted] = [("adjoints", rows, torch.float32, life)]
+    if not sizes.alone:
+        offsets = sizes.row(sizes.adjoint_offsets)
+        found.append(("adjoint offsets", offsets, torch.float32, ("adjoint summarize", "adjoint exchange")))
+    found.append(("tapes", (sizes.tapes,), torch.uint8, ("states", "gradients")))
+    return found

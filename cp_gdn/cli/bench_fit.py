@@ -1,0 +1,72 @@
+"""Constants of a GPU from timed kernels."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from cp_gdn.calibration import H200_MODEL, Calibration, fit
+from cp_gdn.cli.bench_measure import Sample
+from cp_gdn.cost_model import WALKS, RankModel, walk_quantities
+
+ROUNDS = 5
+"""Fits in a row: which of a walk's two times is the larger follows from the fit before."""
+SUMMARIES = {"summaries": ("offsets", "maps"), "adjoint_offsets": ("adjoint_offsets",)}
+"""Samples of walks that the decay bound cuts, and the walks of `WALKS` that they are."""
+MOST_CHUNKS = 16
+"""Largest `decayed_chunks` that is tried."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fitted:
+    """A calibration, and predicted / measured - 1 of its samples by kernel."""
+
+    calibration: Calibration
+    errors: dict[str, list[float]]
+
+
+def calibrated(samples: Sequence[Sample], device: tuple[str, int], source: str) -> Fitted:
+    """Fit the constants of a ``device`` (name, SM count); those of messages keep what they were, for one GPU sends
+    none."""
+    base = replace(H200_MODEL, device=device[0], sm_count=device[1])
+    kept = [sample for sample in samples if sample.gate == "slow" or sample.kernel in ("folds", "launch")]
+    found = base
+    for _ in range(ROUNDS):
+        found, errors = fit(base, [(counted(sample, found), sample.ns) for sample in kept], source)
+    decayed = [sample for sample in samples if sample.gate == "model" and sample.kernel in SUMMARIES]
+    by_kernel: dict[str, list[float]] = {}
+    for sample, error in zip(kept, errors.tolist(), strict=True):
+        by_kernel.setdefault(sample.kernel, []).append(error)
+    if decayed:
+        chunks = min(range(1, MOST_CHUNKS + 1), key=lambda n: sum(e * e for e in decayed_errors(decayed, found, n)))
+        found = replace(found, settings=replace(found.settings, decayed_chunks=chunks))
+        by_kernel["decayed summaries"] = list(decayed_errors(decayed, found, chunks))
+    return Fitted(calibration=found, errors=by_kernel)
+
+
+def counted(sample: Sample, calibration: Calibration) -> dict[str, float]:
+    """How often a sample spends each of `Times`."""
+    model = RankModel(sample.rows, sample.heads, calibration, np.array([sample.p]))
+    if sample.kernel == "launch":
+        return {"launch": 1}
+    if sample.kernel == "folds":
+        return {"fold_hop" if sample.gate == "slow" else "dropped_hop": model.hops.item(0)}
+    if sample.kernel in ("prepare", "grad"):
+        return {sample.kernel: model.share}
+    found: dict[str, float] = {}
+    for walk in SUMMARIES.get(sample.kernel, (sample.kernel,)):
+        for name, quantity in walk_quantities(model, walk).items():
+            found[name] = found.get(name, 0) + quantity
+    return found
+
+
+def decayed_errors(samples: Iterable[Sample], calibration: Calibration, chunks: int) -> Iterable[float]:
+    """Predicted / measured - 1 of summaries of which the decay bound leaves ``chunks``."""
+    calibration = replace(calibration, settings=replace(calibration.settings, decayed_chunks=chunks))
+    for sample in samples:
+        model = RankModel(sample.rows, sample.heads, calibration, np.array([sample.p]))
+        ns = 0.0
+        for walk in SUMMARIES[sample.kernel]:
+            starts = model.starts.item(WALKS[walk][2], 0) * calibration.times.segment
+            ns += starts + model.walk_ns(walk, decayed=True).item(0)
+        yield ns / sample.ns - 1
