@@ -173,7 +173,9 @@ def backward_op(
     context, bias = library.context_of(handle), tensors[3] if len(tensors) > 3 else None
     with context.comm.guard("causal_conv1d backward"):
         dx, dweight, dbias = backward(dy, (tensors[0], tensors[1], tensors[2], bias), context, activation)
-    return dx, dweight, library.empty_if_none(dbias, dweight)
+    dbias = library.empty_if_none(dbias, dweight)
+    # results must not share memory, and the sums of weight and bias may be rows of one tensor
+    return dx, dweight.clone(memory_format=torch.contiguous_format), dbias.clone()
 
 
 @backward_op.register_fake

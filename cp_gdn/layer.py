@@ -24,6 +24,7 @@ from cp_gdn.entries import chunk_gated_delta_rule
 from cp_gdn.handles import RecomputeHandle, handle_here
 from cp_gdn.layer_ops import gated_norm, gates
 from cp_gdn.layout import partition
+from cp_gdn.packing import packed_qkv_views
 from cp_gdn.room import Room, split_columns
 from cp_gdn.transport import CopyTransport, CopyWorld
 
@@ -152,20 +153,10 @@ class GatedDeltaNet(nn.Module):
             room = Room(widths)
             qkv, z = split_columns(qkvz, room)
             qkv = convolve_part(qkv, self.conv_weight, ctx, handle, room)
-        q, k, v = self._heads(qkv)
+        q, k, v = packed_qkv_views(qkv, self.heads, self.head_dims)
         g, beta = gates(ba, self.A_log, self.dt_bias, 2.0 if self.allow_neg_eigval else 1.0, ctx)
         o, _ = chunk_gated_delta_rule(q, k, v, g, beta, ctx=ctx, use_qk_l2norm_in_kernel=True, recompute=handle)
         return gated_norm(o, z.unflatten(-1, o.shape[-2:]), self.norm_weight, self.norm_eps, ctx, room).flatten(-2)
-
-    def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Views q, k [1, T, H, K] and v [1, T, HV, V] of the packed rows."""
-        (num_heads, num_value_heads), (key_dim, value_dim) = self.heads, self.head_dims
-        q, k, v = qkv.split([num_heads * key_dim, num_heads * key_dim, num_value_heads * value_dim], dim=-1)
-        return (
-            q.unflatten(-1, (num_heads, key_dim)),
-            k.unflatten(-1, (num_heads, key_dim)),
-            v.unflatten(-1, (num_value_heads, value_dim)),
-        )
 
     def extra_repr(self) -> str:
         return f"heads={self.heads}, head_dims={self.head_dims}, conv_width={self.conv_width}"

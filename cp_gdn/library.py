@@ -167,7 +167,7 @@ def backward_op(
     with ctx.comm.guard("chunk_gated_delta_rule backward"):
         grads = run_backward(ctx, dout if dout is None else dout.reshape(x.v.shape), dfinal, saved)
         ctx.note_call("library", "backward", **decided(ctx))
-    dq, dk, dv, dg, dbeta = like_inputs(grads, inputs)
+    dq, dk, dv, dg, dbeta = (grad.contiguous() for grad in like_inputs(grads, inputs))  # results must not share memory
     return dq, dk, dv, dg, dbeta, empty_if_none(grads.initial_state, states)
 
 

@@ -89,9 +89,9 @@ __device__ __forceinline__ void key_step(const GradParams& p, GradSmem& sm, cons
     if (lane == 0) barrier_arrive(&sm.sums_ready[s]);
 }
 
-__device__ __forceinline__ void copy_rows(__nv_bfloat16* out, const char* tile, const Place& at, int heads, int half, int t) {
+__device__ __forceinline__ void copy_rows(__nv_bfloat16* out, const char* tile, const Place& at, int stride, int half, int t) {
     for (int i = t; i < at.chunk.y * 8; i += 128)
-        *reinterpret_cast<uint4*>(out + ((static_cast<long long>(at.chunk.x) + i / 8) * heads + at.head) * K + half * 64 + i % 8 * 8) =
+        *reinterpret_cast<uint4*>(out + (static_cast<long long>(at.chunk.x) + i / 8) * stride + at.head * K + half * 64 + i % 8 * 8) =
             *reinterpret_cast<const uint4*>(tile + swizzled(i / 8, i % 8 * 16));
 }
 
@@ -149,14 +149,13 @@ __device__ __forceinline__ void norms_backward(const GradParams& p, GradSmem& sm
 // One half of dq and dk through the tiles of q and k, whose columns of this half only this warpgroup still reads.
 __device__ __forceinline__ void finish_group(const GradParams& p, GradSmem& sm, const Place& at, float (&dQ)[32], float (&dK)[32], int half, int t) {
     char *q = sm.q + half * HALF, *k = sm.k + half * HALF;
-    const int heads = p.value_heads / GROUP;
     if (L2NORM) norms_backward(p, sm, at, dQ, dK, half, t);
     half_barrier(half);
     store_tile(q, dQ, t), store_tile(k, dK, t);
     fence_async();
     half_barrier(half);
     if (at.chunk.y < C) {
-        copy_rows(p.dq, q, at, heads, half, t), copy_rows(p.dk, k, at, heads, half, t);
+        copy_rows(p.dq, q, at, p.row, half, t), copy_rows(p.dk, k, at, p.row, half, t);
         half_barrier(half);
     } else if (t == 0) {
         tma_store(&p.dq_map, q, half * 64, at.head, at.chunk.x), tma_store(&p.dk_map, k, half * 64, at.head, at.chunk.x);

@@ -21,10 +21,10 @@ struct GradParams {
     const float *g, *beta;                     // [T, HV]
     const float* rstd;                         // [2, H, T]: 1 / norm of q and of k where the kernel normalizes, else null
     const Step* steps;
-    __nv_bfloat16 *dq, *dk;                    // [T, H, 128]
+    __nv_bfloat16 *dq, *dk;                    // [T, H, 128], heads dense
     float *dg, *dbeta;                         // [T, HV]
     float scale;
-    int tokens, value_heads, num_steps;
+    int tokens, value_heads, num_steps, row;   // from token to token of dq and of dk, in elements
 };
 
 enum Buffer { QK, DOUT, DV, DS, S0, S1, VN0, VN1, BUFFERS };

@@ -19,11 +19,11 @@ struct PrepareParams {
     TensorMap t_map;             // of t: boxes of 64 channels x 1 head x 64 tokens
     const __nv_bfloat16 *q, *k;  // row and head strides in elements below
     const float* beta;           // [T, HV]
-    __nv_bfloat16* t;            // [T, HV, 128], the first 64 channels
+    __nv_bfloat16* t;            // [T, HV, 128], heads dense, the first 64 channels
     char* qk;                    // [H, T, 64] fp16, zero above the diagonal
     const int2* chunks;          // first row, count
     long long q_row, q_head, k_row, k_head;
-    int tokens, value_heads;
+    int tokens, value_heads, t_row;  // from token to token of t, in elements
     const float* g;              // [T, HV]
     float* bound;                // [HV, chunks], or null
     float* rstd;                 // [2, H, T] (q, then k), L2NORM only
@@ -165,7 +165,7 @@ __device__ __forceinline__ void store_inverse(const PrepareParams& p, const char
         return;
     }
     for (int i = half * 32 + lane; i < chunk.y * 8; i += 64)
-        *reinterpret_cast<uint4*>(p.t + ((chunk.x + static_cast<long long>(i / 8)) * p.value_heads + head) * 128 + i % 8 * 8) =
+        *reinterpret_cast<uint4*>(p.t + (chunk.x + static_cast<long long>(i / 8)) * p.t_row + head * 128 + i % 8 * 8) =
             *reinterpret_cast<const uint4*>(image + swizzled(i / 8, i % 8 * 16));
 }
 

@@ -25,7 +25,7 @@ struct WalkParams {
     const int2* chunks;          // first row, count
     __nv_bfloat16* out;          // [T, HV, 128]: o, or dv in the adjoint walk; until a chunk is written its first 64 channels hold T
     float scale;
-    int tokens, value_heads, group;
+    int tokens, value_heads, group, out_row;  // from token to token of `out`, in elements
     const Item* items;
     const int2* rows;            // per segment: row of its start state in `start` and of its end state in `end`, -1: none
     const int4* segments;        // first chunk, chunks, row of its map in `maps`, ..
@@ -273,7 +273,7 @@ __device__ __forceinline__ void emit_rows(const WalkParams& p, char* tile, const
     }
     for (int i = t; i < chunk.y * 8; i += 128) {
         const int row = i / 8, unit = i % 8;
-        __nv_bfloat16* out = p.out + (static_cast<long long>(chunk.x + row) * p.value_heads + item.head) * K + half * 64 + unit * 8;
+        __nv_bfloat16* out = p.out + static_cast<long long>(chunk.x + row) * p.out_row + item.head * K + half * 64 + unit * 8;
         *reinterpret_cast<uint4*>(out) = *reinterpret_cast<const uint4*>(tile + swizzled(row, unit * 16));
     }
     half_barrier(half);

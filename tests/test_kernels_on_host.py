@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from cp_gdn import Comm, build_context, chunk_gated_delta_rule, partition, twin
+from cp_gdn import Comm, build_context, chunk_gated_delta_rule, packed_qkv_views, packing, partition, twin
 from cp_gdn.backends import hopper_items, hopper_slabs
 from cp_gdn.backends.cubins import source_folder
+from cp_gdn.packing import are_packed, joined, split_heads
 from tests import kernel_host
 from tests.kernel_host import host_kernels
 
@@ -126,6 +127,30 @@ def test_ranks_of_a_grid_have_the_bits_of_one() -> None:
         for rows, found in ranks:
             two[rows] = found[name]
         assert torch.equal(one, two), name
+
+
+def test_gradients_of_packed_rows_are_written_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths, heads = CASES["partial chunks, short neighbours"][:2]
+    x, seen = inputs(lengths, heads, "model"), []
+    rows = torch.cat([x[name].flatten(1) for name in "qkv"], 1)[None].requires_grad_()
+
+    def spied(*grads: Tensor) -> Tensor:
+        seen.append(are_packed(*grads))
+        return joined(*grads)
+
+    def drows(ctx: Any, views: Any) -> Tensor:
+        gates = [x[name][None] for name in ("g", "beta")]
+        o, _ = chunk_gated_delta_rule(*views(rows, heads, (128, 128)), *gates, ctx=ctx)
+        (grad,) = torch.autograd.grad(o, rows, x["dout"][None])
+        return grad
+
+    monkeypatch.setattr(packing, "joined", spied)
+    with host_kernels():
+        ctx = build_context(partition(bounds_of(lengths), 1, "contiguous"), Comm.alone(), heads=heads)
+        packed = drows(ctx, packed_qkv_views)
+        apart = drows(ctx, lambda *args: [view.contiguous() for view in split_heads(*args)])
+    assert seen == [True]
+    assert torch.equal(packed, apart)
 
 
 def test_the_cpu_has_every_function_of_the_gpu() -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 import cp_gdn
 from cp_gdn import Comm, twin
 from cp_gdn.comm import Message
+from cp_gdn.packing import are_packed, split_heads
 from tests.cases import Content, Run
 from tests.pack import TOKENS, call, differences, local_gradients, local_inputs, make_context, make_pack
 
@@ -54,3 +55,21 @@ def test_views_have_the_bits_and_messages_of_tensors_of_their_own() -> None:
         assert differences(ours, theirs) == []
         assert sent == expected
         assert sent
+
+
+@pytest.mark.parametrize("lead", [(), (1,)])
+def test_gradients_that_come_side_by_side_are_the_gradient_of_the_rows(lead: tuple[int, ...]) -> None:
+    rows = torch.randn(*lead, 5, CHANNELS + 3)[..., :CHANNELS].requires_grad_()
+    views = cp_gdn.packed_qkv_views(rows, HEADS, HEAD_DIMS)
+    assert are_packed(*views)  # in the wider rows
+    memory = torch.randn(*lead, 5, CHANNELS)
+    (beside,) = torch.autograd.grad(views, rows, split_heads(memory, HEADS, HEAD_DIMS), retain_graph=True)
+    assert beside.data_ptr() == memory.data_ptr()
+    assert torch.equal(beside, memory)
+    apart = [x.clone() for x in split_heads(memory, HEADS, HEAD_DIMS)]
+    assert not are_packed(*apart)
+    assert not are_packed(*split_heads(memory, HEADS, HEAD_DIMS)[:2], apart[2])
+    assert not are_packed(views[1], views[0], views[2])
+    (together,) = torch.autograd.grad(views, rows, apart)
+    assert torch.equal(together, memory)
+    assert together.data_ptr() != memory.data_ptr()

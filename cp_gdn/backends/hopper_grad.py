@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cp_gdn.backends.hopper_walk import Tapes, WalkInputs
 from cp_gdn.backends.launch import Kernel, load, tensor_map
+from cp_gdn.packing import are_packed, split_heads
 
 GRAD_THREADS = 512
 
@@ -20,7 +21,8 @@ def load_grad(group: int, *, l2norm: bool = False) -> Kernel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelGradients:
-    """dq, dk [T, H, 128] and dv [T, HV, 128] bf16, dg, dbeta [T, HV] fp32."""
+    """dq, dk [T, H, 128] and dv [T, HV, 128] bf16, heads dense, dg, dbeta [T, HV] fp32; dq and dk have the same
+    strides."""
 
     q: Tensor
     k: Tensor
@@ -30,11 +32,19 @@ class KernelGradients:
 
     @classmethod
     def empty(cls, **like: Tensor) -> "KernelGradients":
-        """Room, dense whatever the strides of the inputs."""
-        return cls(**{name: torch.empty(t.shape, dtype=t.dtype, device=t.device) for name, t in like.items()})
+        """Room: of q, k and v that lie side by side as `packed_qkv_views` has them likewise, else dense."""
+        q, k, v = (like.get(name) for name in "qkv")
+        found: dict[str, Tensor] = {}
+        if q is not None and k is not None and v is not None and are_packed(q, k, v):
+            heads, head_dims = (q.shape[1], v.shape[1]), (q.shape[2], v.shape[2])
+            rows = q.new_empty(len(q), sum(t.shape[1] * t.shape[2] for t in (q, k, v)))
+            found |= zip("qkv", split_heads(rows, heads, head_dims), strict=True)
+        for name in like.keys() - found.keys():
+            found[name] = torch.empty(like[name].shape, dtype=like[name].dtype, device=like[name].device)
+        return cls(**found)
 
 
-_TAIL = struct.Struct("<11Qf3i24x")
+_TAIL = struct.Struct("<11Qf4i20x")
 """What follows the six tensor maps in the kernel's struct, padded to its alignment of 64."""
 
 
@@ -51,7 +61,7 @@ def grad(kernel: Kernel, x: WalkInputs, steps: Tensor, tapes: Tapes, out: Kernel
     maps = b"".join([tensor_map(t) for t in (x.k, x.q, x.v, out.v, out.q, out.k)])
     read = (tapes.states, tapes.adjoints, tapes.values, x.g.data_ptr(), x.beta.data_ptr(), x.prepared.at[2])
     written = [t.data_ptr() for t in (steps, out.q, out.k, out.g, out.beta)]
-    sizes = (len(x.v), x.v.shape[1], count)
+    sizes = (len(x.v), x.v.shape[1], count, out.q.stride(0))
     blocks = min(_multiprocessors(x.v.device.index), count)
     kernel.launch((blocks,), maps + _TAIL.pack(*read, *written, x.scale, *sizes))
 

@@ -74,7 +74,7 @@ def prepared_parts(tokens: int, heads: tuple[int, int], chunks: int) -> tuple[in
     return tuple(ends)
 
 
-_PARAMS = struct.Struct("<6Q4q2i3Q16x")
+_PARAMS = struct.Struct("<6Q4q3i4x3Q8x")
 """What follows the tensor map in the kernel's struct, padded to its alignment of 64."""
 
 
@@ -90,7 +90,7 @@ def prepare(
 
     Args:
         queries_keys: q, k [T, H, 128] bf16 (head rows dense). gates: g and beta [T, HV] fp32.
-        chunks: [N, 2] int32, first row, count. t: [T, HV, 128] bf16, dense, takes T.
+        chunks: [N, 2] int32, first row, count. t: [T, HV, 128] bf16, head rows and heads dense, takes T.
         room: bytes as `prepared_parts` says.
     """
     q, k = queries_keys
@@ -101,6 +101,7 @@ def prepare(
         g, beta = gates
         pointers = (q.data_ptr(), k.data_ptr(), beta.data_ptr(), t.data_ptr(), qk, chunks.data_ptr())
         strides = (q.stride(0), q.stride(1), k.stride(0), k.stride(1))
-        params = _PARAMS.pack(*pointers, *strides, tokens, value_heads, g.data_ptr(), bound, rstd)
+        sizes = (tokens, value_heads, t.stride(0))
+        params = _PARAMS.pack(*pointers, *strides, *sizes, g.data_ptr(), bound, rstd)
         kernel.launch((len(chunks) * heads,), tensor_map(t) + params)
     return Prepared(t=t, room=room, at=(qk, bound, rstd), heads=(heads, value_heads), chunks=len(chunks))

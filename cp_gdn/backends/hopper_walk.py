@@ -10,7 +10,7 @@ from cp_gdn.backends.hopper_slabs import STATE_BYTES, VALUE_BYTES
 from cp_gdn.backends.launch import Kernel, load, tensor_map
 
 WALK_THREADS = 384
-_CALL, _LAUNCH = struct.Struct("<5Qf3i"), struct.Struct("<11Qfi40x")
+_CALL, _LAUNCH = struct.Struct("<5Qf4i4x"), struct.Struct("<11Qfi32x")
 """What follows the four tensor maps in the kernels' struct: of a call, of a launch, padded to its alignment of 64."""
 
 
@@ -44,7 +44,7 @@ class WalkInputs:
         maps = tensor_map(self.k) + tensor_map(self.q) + tensor_map(self.v) + tensor_map(out)
         heads, value_heads = self.prepared.heads
         pointers = (qk, self.g.data_ptr(), rstd, self.chunks.data_ptr(), out.data_ptr())
-        sizes = (len(self.v), value_heads, value_heads // heads)
+        sizes = (len(self.v), value_heads, value_heads // heads, out.stride(0))
         object.__setattr__(self, "call", maps + _CALL.pack(*pointers, self.scale, *sizes))
 
 
