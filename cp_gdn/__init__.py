@@ -43,6 +43,7 @@ __all__ = [
     "chunk_gated_delta_rule",
     "comm_bytes",
     "forward",
+    "gather_attention",
     "handoff_bytes",
     "packed_qkv_views",
     "parallelize_plan",
@@ -59,7 +60,12 @@ __all__ = [
     "workspace_layout",
 ]
 
-_INTEGRATIONS = {"GDNContextParallel": "parallel_style", "parallelize_plan": "parallel_style", "unsharded": "seat"}
+_INTEGRATIONS = {
+    "GDNContextParallel": "parallel_style",
+    "parallelize_plan": "parallel_style",
+    "gather_attention": "attention",
+    "unsharded": "seat",
+}
 """Public names of the integrations and their modules, imported when they are first asked for."""
 
 

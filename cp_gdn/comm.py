@@ -60,6 +60,11 @@ class Comm:
         if self._link.monitored:
             self._open()
 
+    @property
+    def kind(self) -> str:
+        """How messages go: "nccl", "gloo", "gloo+nccl" (by device), or "copy" inside one process."""
+        return self._link.kind
+
     @classmethod
     def alone(cls) -> "Comm":
         """A Comm of this process only, whether torch.distributed is initialised or not."""

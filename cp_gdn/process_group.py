@@ -49,7 +49,7 @@ class ProcessGroupTransport(Transport):
         if not self._kinds:
             raise ValueError(f"group: got backends {config}, expected one of {_KINDS} for cpu or cuda tensors")
         self.kind = "+".join(sorted(set(self._kinds.values())))
-        store = _group_store(group)
+        store = group_store(group)
         # Members make their Comms in one order and a Comm opens on all of them or fails: so the count names it alike.
         number = (store.add("cp_gdn/made", 1) - 1) // self.size
         self.store = PrefixStore(f"cp_gdn/{number}", store)
@@ -260,7 +260,8 @@ def _pinned(like: Tensor) -> Tensor:
     return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
 
 
-def _group_store(group: dist.ProcessGroup) -> Store:
+def group_store(group: dist.ProcessGroup) -> Store:
+    """The store that a group was made with."""
     if hasattr(group, "get_group_store"):
         return group.get_group_store()
     return dist.distributed_c10d._get_process_group_store(group)

@@ -52,7 +52,7 @@ def main() -> None:
     args = arguments(__doc__.splitlines()[0]).parse_args()
     out = Path(args.out)
     accelerator = Accelerator(gradient_accumulation_steps=args.accumulate, log_with=Jsonl(out / "metrics.jsonl"))
-    cp_gdn.accelerate.enable(accelerator)
+    cp_gdn.accelerate.enable(accelerator, on_one_rank=args.on_one_rank or None)
     accelerator.init_trackers("finetune_hf", config=vars(args))
 
     model = build_model(args)

@@ -33,7 +33,7 @@ def main() -> None:
     args = arguments(__doc__.splitlines()[0]).parse_args()
     training = TrainingArguments(
         output_dir=args.out,
-        parallelism_config=cp_gdn.accelerate.ParallelismConfig(),
+        parallelism_config=cp_gdn.accelerate.ParallelismConfig(gdn={"on_one_rank": args.on_one_rank or None}),
         use_cpu=not torch.cuda.is_available(),
         max_steps=args.steps,
         learning_rate=args.lr,

@@ -17,7 +17,8 @@ def arguments(description: str) -> argparse.ArgumentParser:
     """What both examples take."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--family", choices=FAMILIES, default="qwen3_next", help="which model is made, at random")
-    parser.add_argument("--packed", action="store_true", help="rows of several documents that do not see each other")
+    packed = "rows of documents that do not see each other; not split they need flash-linear-attention or --on-one-rank"
+    parser.add_argument("--packed", action="store_true", help=packed)
     parser.add_argument("--length", type=int, default=4096, help="tokens of a row, a multiple of 2 * cp_size")
     parser.add_argument("--rows", type=int, default=1, help="rows of a batch; 1 with --packed")
     parser.add_argument("--accumulate", type=int, default=1, help="batches of a step")
@@ -26,7 +27,8 @@ def arguments(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=8, help="every fourth is softmax attention")
-    parser.add_argument("--head-dim", type=int, default=128, help="of the Gated DeltaNet heads")
+    parser.add_argument("--head-dim", type=int, default=128, help="of the Gated DeltaNet heads; kernels are for 128")
+    parser.add_argument("--on-one-rank", action="store_true", help="cp_gdn's layers and kernels without a split, too")
     parser.add_argument("--out", default="example-output", help="folder of checkpoints, metrics and the model")
     parser.add_argument("--resume", default=None, help="a checkpoint to go on from")
     return parser

@@ -15,12 +15,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from cp_gdn import Comm
 from cp_gdn.integrations.seat import Pack, Seat
 from cp_gdn.integrations.transformers import Takeover, take_over
 from cp_gdn.reference import gated_delta_rule
+from tests.in_double import InDouble
 
 HIDDEN, HEADS, HEAD_DIMS = 32, (2, 4), (16, 24)
 TRANSFORMERS = importlib.util.find_spec("transformers")
@@ -149,17 +149,6 @@ def randomize(model: nn.Module) -> None:
             parameter.uniform_(low, high)
             if parameter.dim() == 1 and name.endswith("norm.weight"):
                 parameter.add_(1.0)
-
-
-class InDouble(TorchFunctionMode):
-    """Takes every request for fp32 as one for fp64, so that layers which compute in fp32 inside compute in fp64."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        def wide(x: Any) -> Any:
-            return torch.float64 if x is torch.float32 else x
-
-        func = torch.Tensor.double if func is torch.Tensor.float else func
-        return func(*map(wide, args), **{name: wide(x) for name, x in (kwargs or {}).items()})
 
 
 # ---- batches and outcomes --------------------------------------------------------------------------------------------

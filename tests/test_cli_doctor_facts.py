@@ -29,13 +29,17 @@ def test_links_are_read_from_nvidia_smi_unless_gpus_are_hidden(tmp_path: Path, m
     assert {link.name for link in doctor_facts.find_links(3, {"CUDA_VISIBLE_DEVICES": "4,5,6"})} == {""}
 
 
-def test_cached_kernels_count_whatever_compiler_made_them(tmp_path: Path) -> None:
-    assert doctor_facts.count_cached(tmp_path) == (0, len(cubins.VARIANTS))
-    name, defines = cubins.VARIANTS[0]
-    (tmp_path / f"{name}-{cubins.source_key(name, defines)}-12345678.cubin").touch()
-    assert doctor_facts.count_cached(tmp_path) == (1, len(cubins.VARIANTS))
-    (tmp_path / f"{name}-{cubins.source_key(name, defines)}-12345678.lock").touch()
-    assert doctor_facts.count_cached(tmp_path) == (1, len(cubins.VARIANTS))
+def test_ready_kernels_count_whatever_compiler_made_them_in_the_wheel_or_the_cache(tmp_path: Path) -> None:
+    folders = [tmp_path / "wheel", tmp_path / "cache"]
+    for folder in folders:
+        folder.mkdir()
+    assert doctor_facts.count_cached(*folders, tmp_path / "none") == (0, len(cubins.VARIANTS))
+    for folder, (name, defines) in zip(folders, cubins.VARIANTS, strict=False):
+        (folder / f"{name}-{cubins.source_key(name, defines)}-12345678.cubin").touch()
+    assert doctor_facts.count_cached(*folders) == (2, len(cubins.VARIANTS))
+    name, defines = cubins.VARIANTS[2]
+    (folders[1] / f"{name}-{cubins.source_key(name, defines)}-12345678.lock").touch()  # its compiler failed
+    assert doctor_facts.count_cached(*folders) == (2, len(cubins.VARIANTS))
 
 
 def test_only_variables_that_matter_are_listed() -> None:

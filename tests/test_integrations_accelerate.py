@@ -1,11 +1,8 @@
-"""The Accelerate plugin without processes: options, batches, what `enable` refuses, `python -m cp_gdn.run`."""
+"""The Accelerate plugin without processes: options, batches, what `enable` refuses."""
 
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +13,6 @@ from torch import Tensor
 from cp_gdn.comm import Comm
 from cp_gdn.integrations import accelerate_batch as batches
 from cp_gdn.integrations.accelerate_settings import Settings, resolve, set_log_level
-from cp_gdn.integrations.run import main
 from cp_gdn.integrations.seat import Seat
 from cp_gdn.options import Options
 from cp_gdn.twin import twin
@@ -30,6 +26,11 @@ def test_an_option_comes_from_the_argument_then_from_the_environment_then_from_t
     assert settings == Settings(layout="contiguous", exchange="ring", timeout=7.0)
     assert "layout=contiguous (argument), attention=auto" in said
     assert "exchange=ring (CP_GDN_EXCHANGE)" in said
+
+
+@pytest.mark.parametrize(("text", "value"), [("1", True), ("0", False)])
+def test_a_flag_from_the_environment_is_0_or_1(text: str, value: bool) -> None:
+    assert resolve({}, {"CP_GDN_ON_ONE_RANK": text})[0].on_one_rank is value
 
 
 @pytest.mark.parametrize(
@@ -52,6 +53,7 @@ REFUSED_OPTIONS = [
     ({"attention": "flash"}, {}, "attention: got 'flash'"),
     ({"options": "fast"}, {}, "options: got str"),
     ({}, {"CP_GDN_TIMEOUT": "soon"}, "CP_GDN_TIMEOUT: got 'soon'"),
+    ({}, {"CP_GDN_ON_ONE_RANK": "yes"}, "CP_GDN_ON_ONE_RANK: got 'yes'; expected 0 or 1"),
     ({}, {"CP_GDN_OPTIONS": "save=all"}, r"CP_GDN_OPTIONS: got 'save=all'; Options\(save='all'\): expected one of"),
     ({}, {"CP_GDN_OPTIONS": "keep=light"}, "CP_GDN_OPTIONS: got 'keep=light'; 'keep=light' is none of save, boundary"),
 ]
@@ -240,25 +242,3 @@ def test_a_batch_is_put_back_after_an_error_inside_shard() -> None:
         step()
     assert seen == ["input_ids", "labels", "shift_labels"]
     assert batch == before
-
-
-# ---- python -m cp_gdn.run --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("argv", "status"), [([], 2), (["--loud"], 2), (["-m"], 2), (["--help"], 0)])
-def test_run_without_a_script_prints_how_to_use_it(
-    argv: list[str], status: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(argv) == status
-    said = capsys.readouterr()
-    assert "usage: python -m cp_gdn.run SCRIPT" in (said.err if status else said.out)
-
-
-def test_run_gives_a_script_its_arguments_its_folder_and_its_exit_status(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
-    (tmp_path / "beside.py").write_text("NAME = 'beside'\n")
-    script = tmp_path / "train.py"
-    script.write_text("import sys, beside\nprint(__name__, beside.NAME, sys.argv[1:])\nsys.exit(7)\n")
-    command = [sys.executable, "-m", "cp_gdn.run", str(script), "--lr", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (7, "__main__ beside ['--lr', '1']\n"), done.stderr

@@ -14,10 +14,19 @@ import torch
 from torch import Tensor
 
 from cp_gdn.comm import Comm
-from cp_gdn.integrations.attention import SharedAttention, attention_forward, config_view, torch_obstacle
+from cp_gdn.integrations.attention import (
+    SharedAttention,
+    attention_forward,
+    config_view,
+    gather_attention,
+    torch_obstacle,
+)
 from cp_gdn.integrations.gathered import attend, build_tables, cut_blocks
+from cp_gdn.integrations.parallel_style import parallelize_plan
 from cp_gdn.integrations.seat import Seat
+from cp_gdn.integrations.transformers import take_over
 from cp_gdn.twin import twin
+from tests.gdn_layers import needs_transformers, tiny_model
 
 PACKS = {"rows": (0, 16, 32), "uneven": (0, 37, 38, 38, 90, 131), "tiny": (0, 1, 2, 3), "shorter than ranks": (0, 2)}
 LAYOUTS = ("contiguous", "zigzag", "zigzag_per_document")
@@ -69,6 +78,34 @@ def test_gathered_attention_and_its_gradients_are_those_of_each_document_alone(
             torch.testing.assert_close(ours, theirs[ids], rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_no_bit_of_a_document_and_of_its_gradients_depends_on_another_one(layout: str, world: int) -> None:
+    """The last tokens of the second of three documents change; the loss is of the third."""
+    bounds = (0, 37, 88, 128)
+    changed = slice(bounds[2] - 3, bounds[2])
+
+    def of_rank(comm: Comm) -> tuple[Tensor, list[Tensor]]:
+        held = Seat(comm).packed(bounds, layout=layout)
+        found = []
+        for change in (0.0, 1.0):
+            parts = draw(bounds[-1])[:3]
+            for x in parts:
+                x[changed] += change
+            leaves = [x[held.token_ids].requires_grad_() for x in parts]
+            o = attend(*leaves, build_tables(held), SCALE)
+            third = (held.token_ids >= bounds[2])[:, None, None]
+            grads = torch.autograd.grad((o * third).sum(), leaves)
+            found.append((o.detach(), grads))
+        (before, _), (after, grads) = found
+        elsewhere = held.token_ids < bounds[2]
+        return held.token_ids[(before != after).flatten(1).any(1)], [grad[elsewhere] for grad in grads]
+
+    for differing, grads in twin(world, of_rank):
+        assert all(bounds[1] <= token < bounds[2] for token in differing.tolist())
+        assert not any(grad.any() for grad in grads)
+
+
 @pytest.mark.parametrize("limit", [1, 3, 8, 1000])
 @pytest.mark.parametrize("bounds", PACKS.values())
 def test_blocks_cover_every_row_once_and_hold_all_that_a_row_may_see(bounds: tuple[int, ...], limit: int) -> None:
@@ -92,14 +129,18 @@ def test_short_documents_share_blocks_and_distant_pieces_do_not() -> None:
     assert [block.rows for block in cut_blocks(far, np.zeros_like(far), 1024)] == [slice(0, 100), slice(100, 200)]
 
 
-def pack_like(device: str, bounds: tuple[int, ...], rows: int, layout: str, world: int = 2) -> Any:
+def pack_like(device: str, bounds: tuple[int, ...], rows: int, layout: str, world: int = 2, kind: str = "nccl") -> Any:
     part = SimpleNamespace(bounds=np.array(bounds), num_docs=len(bounds) - 1, world_size=world, layout=layout)
-    return SimpleNamespace(partition=part, batch_shape=(rows, 4), device=torch.device(device))
+    comm = SimpleNamespace(kind=kind)
+    return SimpleNamespace(partition=part, comm=comm, batch_shape=(rows, 4), device=torch.device(device))
 
 
 OBSTACLES = [
     (("cuda", (0, 16, 32), 2, "zigzag_per_document"), None),
     (("cuda", (0, 16), 1, "zigzag"), None),
+    (("cuda", (0, 16), 1, "zigzag", 2, "gloo+nccl"), None),
+    (("cuda", (0, 16), 1, "zigzag", 2, "gloo"), "needs NCCL on CUDA, and this group is gloo"),
+    (("cuda", (0, 16), 1, "zigzag", 1), "there is one rank"),
     (("cpu", (0, 16), 1, "zigzag"), "no rule for cpu"),
     (("cuda", (0, 16, 32), 1, "zigzag"), "packed documents need a mask"),
     (("cuda", (0, 15), 1, "zigzag"), "zigzag rows of a multiple of 4 tokens"),
@@ -117,7 +158,7 @@ def test_attention_that_was_asked_for_and_cannot_be_is_refused_with_the_reason()
     seat = Seat(Comm.alone(), on_one_rank=True)
     pack = seat.rows(1, 16)
     assert SharedAttention(seat, "auto").kind(pack) == SharedAttention(seat, "gather").kind(pack) == "gather"
-    with pytest.raises(ValueError, match='got "torch", but torch\'s SDPA context parallelism has no rule for cpu'):
+    with pytest.raises(ValueError, match='got "torch", but there is one rank; use "auto", or "gather"'):
         SharedAttention(seat, "torch").kind(pack)
 
 
@@ -137,6 +178,34 @@ def test_attention_of_a_kind_that_shards_cannot_compute_is_refused(change: dict[
     q, k = torch.ones(1, 2, 8, 4), torch.ones(1, 2, change.pop("keys", 8), 4)
     with pytest.raises(NotImplementedError, match=text):
         attention_forward(module, q, k, k, None, **change)
+
+
+@needs_transformers
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_hybrid_model_whose_layers_all_look_over_ranks_computes_what_it_does_on_every_document_alone(
+    world: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, ids = tiny_model(layer_types=["linear_attention", "full_attention"], use_cache=False), torch.arange(64)[None]
+    bounds = (0, 9, 30, 64)
+    with torch.no_grad():
+        want = torch.cat([model(input_ids=ids[:, a:b]).logits for a, b in pairwise(bounds)], dim=1)
+
+    def of_rank(comm: Comm) -> tuple[Tensor, Tensor]:
+        mine = copy.deepcopy(model)
+        seat = take_over(mine, comm).seat
+        undo = gather_attention(mine)
+        with seat.hold(seat.packed(bounds)) as pack, torch.no_grad():
+            logits = mine(input_ids=pack.local(ids), position_ids=pack.positions).logits
+        undo()
+        assert mine.model.config._attn_implementation == "sdpa"
+        return pack.token_ids, logits[0]
+
+    for token_ids, got in twin(world, of_rank):
+        torch.testing.assert_close(got, want[0, token_ids], rtol=1e-4, atol=1e-5)
+    with caplog.at_level("WARNING", logger="cp_gdn"):
+        parallelize_plan(model)
+    said = [message for message in caplog.messages if "softmax attention layers" in message]
+    assert ["has 1 softmax attention layers, which this plan leaves alone" in message for message in said] == [True]
 
 
 def test_a_config_view_shares_values_names_our_attention_and_copies_as_what_it_is() -> None:

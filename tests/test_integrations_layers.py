@@ -124,8 +124,9 @@ def test_on_one_rank_the_original_runs_unless_asked() -> None:
     assert errors_above(asked, wanted("fla", "packed"), 1e-9) == {}
 
 
+@pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "zigzag_per_document"])
-def test_a_document_does_not_see_another(layout: str) -> None:
+def test_a_document_does_not_see_another(layout: str, world: int) -> None:
     """Slow decay, so that a leak would not hide; the convolution too."""
     layer, batch = make_layer("fla"), Batch(bounds=(0, 37, 88, 128), layout=layout)
     with torch.no_grad():
@@ -145,7 +146,7 @@ def test_a_document_does_not_see_another(layout: str) -> None:
             return pack.token_ids, output(mine(hidden_states=pack.local(x))), y.detach(), dx
 
     differing = []
-    for token_ids, before, after, dx in twin(4, on):
+    for token_ids, before, after, dx in twin(world, on):
         differing.append(token_ids[(before != after).any(-1)[0]])
         assert not dx[:, token_ids < batch.bounds[2]].any()
     found = torch.cat(differing)

@@ -84,8 +84,9 @@ def test_parts_that_the_structure_or_the_config_shows_as_unknown_are_refused() -
                 take_over(copy.deepcopy(model), comm)
 
         twin(2, on)
-    with pytest.raises(ValueError, match="Sequential has no Gated DeltaNet layer"):
-        parallelize_plan(plain)
+    for model, error, message in cases[:3]:
+        with pytest.raises(error, match=message):
+            parallelize_plan(model)
 
 
 CALLS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from cp_gdn import Comm, Options, twin
+from cp_gdn.integrations.families import family_of
 from cp_gdn.integrations.seat import seat_of, unsharded
 from cp_gdn.integrations.transformers import take_over
 from tests.gdn_layers import (
@@ -26,6 +27,7 @@ from tests.gdn_layers import (
     config_of,
     errors_above,
     make_layer,
+    modeling,
     needs,
     needs_transformers,
     on_rank,
@@ -38,6 +40,41 @@ from tests.gdn_layers import (
 )
 
 LAYERS = [*STAND_INS, *(pytest.param(kind, marks=needs(kind)) for kind in CLASSES)]
+
+
+@needs_transformers
+@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5"])
+def test_every_channel_of_a_fused_projection_goes_to_its_part(kind: str) -> None:
+    """Each output of a projection is its own number; heads and dims that no other cut would fit."""
+    heads, dims = (2, 6), (64, 128)
+    names = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
+    config = config_of(kind, **dict(zip(names, (*heads, *dims), strict=True)))
+    layer = getattr(modeling(kind), CLASSES[kind][1])(config, 0)
+    numbers = {}
+    with torch.no_grad():
+        for name in ("in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"):
+            if hasattr(layer, name):
+                weight = getattr(layer, name).weight
+                numbers[name] = torch.arange(len(weight))
+                weight.zero_()[:, 0] = numbers[name]
+        family = family_of(layer)
+        assert family is not None
+        got = family.project(layer, torch.eye(1, config.hidden_size)[None])
+    group, (key_width, value_width) = heads[1] // heads[0], (heads[0] * dims[0], heads[1] * dims[1])
+    if kind == "qwen3_next":  # of each query head in turn: q, k, its value heads' v, their z; and their b, their a
+        parts = (
+            numbers["in_proj_qkvz"].view(heads[0], -1).split([dims[0], dims[0], group * dims[1], group * dims[1]], 1)
+        )
+        qkv, z = torch.cat([part.flatten() for part in parts[:3]]), parts[3].flatten()
+        b, a = (part.flatten() for part in numbers["in_proj_ba"].view(heads[0], -1).split([group, group], 1))
+    else:
+        qkv, z, b, a = (numbers[f"in_proj_{name}"] for name in ("qkv", "z", "b", "a"))
+    assert got.z is not None
+    assert torch.equal(got.qkv[0, 0].long(), qkv)
+    assert len(qkv) == 2 * key_width + value_width
+    assert torch.equal(got.z[0, 0].long(), z.view(heads[1], dims[1]))
+    assert torch.equal(got.b[0, 0].long(), b)
+    assert torch.equal(got.a[0, 0].long(), a)
 
 
 @pytest.mark.parametrize("kind", LAYERS)

@@ -87,7 +87,7 @@ def gather(environ: Mapping[str, str]) -> Facts:
         has_compiler=has_compiler,
         compiler=compiler,
         cache=str(cubins.default_cache()),
-        cached=count_cached(cubins.default_cache()),
+        cached=count_cached(cubins.prebuilt_folder(), cubins.default_cache()),
         environment={name: environ[name] for name in sorted(environ) if name.startswith(PREFIXES) or name in VARIABLES},
     )
 
@@ -163,7 +163,7 @@ def find_compiler() -> tuple[bool, str]:
     return done.returncode == 0, f"{release.group(1) if release else 'version not known'} at {nvcc}"
 
 
-def count_cached(folder: Path) -> tuple[int, int]:
-    """How many kernels are ready in the cache, of how many there are, whatever compiler made them."""
-    ready = (any(folder.glob(f"{name}-{cubins.source_key(name, defines)}-*")) for name, defines in cubins.VARIANTS)
-    return sum(ready), len(cubins.VARIANTS)
+def count_cached(*folders: Path) -> tuple[int, int]:
+    """How many kernels are ready in the wheel or the cache, of how many there are, whatever compiler made them."""
+    names = [f"{name}-{cubins.source_key(name, defines)}-*.cubin" for name, defines in cubins.VARIANTS]
+    return sum(any(any(folder.glob(name)) for folder in folders) for name in names), len(names)

@@ -21,7 +21,7 @@ FAMILIES = (
 )  # fmt: skip
 """model_type of those whose linear_attention layers are Gated DeltaNet; only asked where transformers is not there."""
 
-SOFTMAX = "softmax attention: torch's context parallelism on CUDA for unpacked rows, keys and values gathered otherwise"
+SOFTMAX = "softmax attention: torch's context parallelism over NCCL for unpacked rows, else gathered keys and values"
 MEDIA = "text trains; batches with images, video or audio are refused"
 ON_ONE_RANK = "train this model with cp_size 1"
 OTHERS = "for softmax attention alone use Accelerate's or torch's own context parallelism"

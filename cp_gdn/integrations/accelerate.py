@@ -1,8 +1,8 @@
 """Context parallelism of Gated DeltaNet models in Hugging Face Accelerate: one call before `prepare`.
 
-`enable` replaces two methods of one accelerator: `_prepare_cp`, which `prepare` calls after tensor parallelism and
-before FSDP2, and `maybe_context_parallel`, which scripts and `Trainer` call around a step. Accelerate's own versions
-run inside; its refusal of recurrent layers is for models that nobody takes over.
+`enable` replaces methods of one accelerator: `_prepare_cp`, which `prepare` calls after tensor parallelism and before
+FSDP2, `maybe_context_parallel`, which scripts and `Trainer` call around a step, and two that gather for metrics.
+Accelerate's own versions run inside; its refusal of recurrent layers is for models that nobody takes over.
 """
 
 import logging
@@ -24,6 +24,9 @@ __all__ = ["ParallelismConfig", "count_tokens", "disable", "enable", "shard", "t
 
 log = logging.getLogger("cp_gdn")
 
+REPLACED = ("_prepare_cp", "maybe_context_parallel", "prepare", "pad_across_processes", "gather_for_metrics")
+"""Methods of an accelerator that `enable` replaces, some of them."""
+
 PLUGIN = "_cp_gdn"
 """Attribute of an accelerator that holds what `enable` put there."""
 
@@ -31,10 +34,11 @@ PLUGIN = "_cp_gdn"
 def enable(accelerator: accelerate.Accelerator, **options: Any) -> None:
     """Let this accelerator prepare and train Gated DeltaNet models under context parallelism. Call before `prepare`.
 
-    Does nothing, and says so, where cp_size is 1. A second call with the same options does nothing.
+    Does nothing, and says so, where cp_size is 1, unless on_one_rank=True: then layers run on cp_gdn's kernels there
+    too, and packed rows need no other package. A second call with the same options does nothing.
 
     Args:
-        options: layout, attention, segments, exchange, backend, options, timeout: fields of
+        options: layout, attention, on_one_rank, segments, exchange, backend, options, timeout: fields of
             `accelerate_settings.Settings`. What is not given comes from CP_GDN_LAYOUT, CP_GDN_EXCHANGE, .. if set.
 
     Raises:
@@ -44,13 +48,9 @@ def enable(accelerator: accelerate.Accelerator, **options: Any) -> None:
     set_log_level(os.environ)
     settings, said = resolve(options, os.environ)
     sizes = accelerator.parallelism_config
-    if sizes is not None and sizes.sp_size > 1:
-        raise ValueError(
-            f"cp_gdn: sp_size: got {sizes.sp_size}; sequence parallelism (DeepSpeed Ulysses) gathers whole sequences "
-            f"inside attention and leaves recurrent states alone; use cp_size={sizes.sp_size}, sp_size=1 with FSDP "
-            "version 2 instead"
-        )
-    if sizes is None or sizes.cp_size == 1:
+    _refuse_sequence_parallelism(sizes)
+    alone = sizes is None or sizes.cp_size == 1
+    if alone and not settings.on_one_rank:
         log.info("cp_gdn: cp_size is 1, nothing to do; models train as they are")
         return
     plugin = plugin_of(accelerator)
@@ -63,8 +63,13 @@ def enable(accelerator: accelerate.Accelerator, **options: Any) -> None:
     _check_seam(accelerator)
     plugin = Plugin(accelerator, settings, said)
     setattr(accelerator, PLUGIN, plugin)
+    if alone:
+        accelerator.prepare = plugin.prepare_alone
+        return
     accelerator._prepare_cp = plugin.prepare
     accelerator.maybe_context_parallel = plugin.context_parallel
+    accelerator.pad_across_processes = plugin.metrics.pad_across_processes
+    accelerator.gather_for_metrics = plugin.metrics.gather_for_metrics
 
 
 def disable(accelerator: accelerate.Accelerator) -> None:
@@ -73,13 +78,22 @@ def disable(accelerator: accelerate.Accelerator) -> None:
     if plugin is None:
         return
     plugin.end()
-    for name in (PLUGIN, "_prepare_cp", "maybe_context_parallel"):
+    for name in (PLUGIN, *REPLACED):
         accelerator.__dict__.pop(name, None)
 
 
 def plugin_of(accelerator: Any) -> "Plugin | None":
     """What `enable` put on an accelerator, None if it is not enabled."""
     return accelerator.__dict__.get(PLUGIN)
+
+
+def _refuse_sequence_parallelism(sizes: accelerate.ParallelismConfig | None) -> None:
+    if sizes is not None and sizes.sp_size > 1:
+        raise ValueError(
+            f"cp_gdn: sp_size: got {sizes.sp_size}; sequence parallelism (DeepSpeed Ulysses) gathers whole sequences "
+            f"inside attention and leaves recurrent states alone; use cp_size={sizes.sp_size}, sp_size=1 with FSDP "
+            "version 2 instead"
+        )
 
 
 def _check_seam(accelerator: accelerate.Accelerator) -> None:

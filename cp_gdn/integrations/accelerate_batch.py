@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cp_gdn.integrations.seat import Pack
+from cp_gdn.integrations.pack import Pack
 from cp_gdn.layout import partition
 from cp_gdn.layout_checks import check_doc_bounds
 from cp_gdn.sharding import shift_labels

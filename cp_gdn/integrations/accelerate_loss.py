@@ -53,7 +53,7 @@ def token_mean_loss(
         num_items = _sum(accelerator, _trained(batch["shift_labels"]), SPREAD)
     total = torch.as_tensor(num_items, device=batch["shift_labels"].device, dtype=torch.float32).clamp(min=1)
     # The model divides the sum of its tokens' losses by this; FSDP and DDP then average over ranks.
-    averaged = math.prod(size for _, size in _groups(accelerator, SPREAD))
+    averaged = math.prod(size for _, size in groups_of(accelerator, SPREAD))
     share = total / (averaged * steps)
     loss: Tensor = model(**{**batch, "num_items_in_batch": share}).loss
     return loss
@@ -82,13 +82,13 @@ def _trained(labels: Tensor) -> Tensor:
 
 def _sum(accelerator: Any, count: Tensor, axes: tuple[str, ...]) -> Tensor:
     """The count of every rank along these axes of the mesh, added; integers, so in any order."""
-    for group, size in _groups(accelerator, axes):
+    for group, size in groups_of(accelerator, axes):
         if size > 1:
             dist.all_reduce(count, group=group)
     return count
 
 
-def _groups(accelerator: Any, axes: tuple[str, ...]) -> list[tuple[Any, int]]:
+def groups_of(accelerator: Any, axes: tuple[str, ...]) -> list[tuple[Any, int]]:
     """Process group and size of each of the axes that the mesh has; the whole world where there is no mesh."""
     mesh = None if accelerator.parallelism_config is None else accelerator.torch_device_mesh
     if mesh is None:

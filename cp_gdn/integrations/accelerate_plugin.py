@@ -9,11 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cp_gdn import lifesigns
 from cp_gdn.comm import Comm
-from cp_gdn.integrations.accelerate_batch import PACKING, Shape, check_local, row_bounds
+from cp_gdn.integrations.accelerate_batch import (
+    PACKING,
+    Shape,
+    check_local,
+    check_media,
+    check_padding,
+    read_shape,
+    row_bounds,
+)
+from cp_gdn.integrations.accelerate_metrics import Metrics
 from cp_gdn.integrations.accelerate_settings import Settings
 from cp_gdn.integrations.attention import SharedAttention, install
-from cp_gdn.integrations.seat import Pack, Seat
+from cp_gdn.integrations.pack import Pack
+from cp_gdn.integrations.seat import Seat
 from cp_gdn.integrations.transformers import Takeover, take_over
 
 log = logging.getLogger("cp_gdn")
@@ -40,6 +51,8 @@ class Plugin:
         self.settings, self.said = settings, said
         self._accelerator = accelerator
         self._prepare, self._context_parallel = accelerator._prepare_cp, accelerator.maybe_context_parallel
+        self._prepare_all = accelerator.prepare
+        self.metrics = Metrics(accelerator, self._last_pack)
         self._comm: Comm | None = None
         self._taken: list[Taken] = []
         self._step: ExitStack | None = None
@@ -47,13 +60,20 @@ class Plugin:
     @property
     def comm(self) -> Comm:
         """The context-parallel group of this rank, made on all its ranks when the first model is prepared."""
-        if self._comm is None:
+        if self._comm is None and self.alone:
+            self._comm = Comm.alone()
+        elif self._comm is None:
             mesh = self._accelerator.torch_device_mesh["cp"]
             self._comm = Comm(mesh.get_group(), timeout=self.settings.timeout)
+            lifesigns.start()
             self._comm.agree("cp_gdn.accelerate options", self.settings.described())
-            if self._accelerator.is_main_process:
-                log.info("cp_gdn: options: %s", self.said)
         return self._comm
+
+    @property
+    def alone(self) -> bool:
+        """Whether sequences stay whole, and cp_gdn's layers run for their kernels' sake."""
+        sizes = self._accelerator.parallelism_config
+        return sizes is None or sizes.cp_size == 1
 
     @property
     def suspended(self) -> bool:
@@ -63,10 +83,20 @@ class Plugin:
     def prepare(self, *args: Any) -> tuple[Any, ...]:
         """In place of `_prepare_cp`: Accelerate's own for all but models, whose layers are taken over instead."""
         self._prepare(*(arg for arg in args if not isinstance(arg, nn.Module)))
+        self._take_all(args)
+        return args
+
+    def prepare_alone(self, *args: Any, **options: Any) -> Any:
+        """In place of `prepare` on one rank, where Accelerate does not call `_prepare_cp`."""
+        self._take_all(args)
+        return self._prepare_all(*args, **options)
+
+    def _take_all(self, args: Sequence[Any]) -> None:
         for model in args:
             if isinstance(model, nn.Module) and all(model is not taken.model for taken in self._taken):
+                if not self._taken and self._accelerator.is_main_process:
+                    log.info("cp_gdn: options: %s", self.said)
                 self._taken.append(self._take(model))
-        return args
 
     def _take(self, model: nn.Module) -> Taken:
         _check_layer_types(model)
@@ -76,6 +106,7 @@ class Plugin:
         except Exception:
             takeover.disable()
             raise
+        restore = _wrap_layers_that_are_there(model)
         look = torch.compiler.disable(self._before_forward)
         hook = model.register_forward_pre_hook(look, with_kwargs=True)
         if self._accelerator.is_main_process:
@@ -87,9 +118,9 @@ class Plugin:
                 self.comm.size,
                 "zigzag" if chosen.layout == "auto" else chosen.layout,
                 chosen.exchange,
-                "torch" if chosen.backend == "auto" else chosen.backend,
+                chosen.backend,
             )
-        return Taken(model=model, takeover=takeover, attention=attention, undo=(undo, hook.remove))
+        return Taken(model=model, takeover=takeover, attention=attention, undo=(undo, restore, hook.remove))
 
     def end(self) -> None:
         """Give models and the group back."""
@@ -118,6 +149,9 @@ class Plugin:
             yield
             return
         dims = token_dims(buffers or [], buffer_seq_dims or [])
+        for buffer in buffers or []:
+            # Cut in place, in memory of their own: Trainer holds a view of the labels, which is to stay whole.
+            buffer.data = buffer.data.clone()
         with ExitStack() as stack:
             if self._taken and buffers:
                 stack.enter_context(self._hold(self._rows_of(buffers, dims), checked=False))
@@ -180,6 +214,9 @@ class Plugin:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """On a batch that `maybe_context_parallel` cut: see that its rows are what they seemed, or packed documents."""
         seat = next(taken.seat for taken in self._taken if taken.model is model)
+        if self.alone and not seat.original:
+            self._keep_whole(seat, {"input_ids": args[0], **kwargs} if args else kwargs)
+            return args, _without_packing(kwargs)
         if self._step is None or seat.original or seat.pack is None:
             return None
         pack, bounds = seat.pack, kwargs.get("cu_seq_lens_q")
@@ -190,12 +227,28 @@ class Plugin:
             pack = seat.packed(packed, layout="zigzag", device=pack.device)
             for taken in self._taken:
                 self._step.enter_context(taken.seat.hold(pack))
-        return args, {name: value for name, value in kwargs.items() if name not in PACKING}
+        return args, _without_packing(kwargs)
+
+    def _keep_whole(self, seat: Seat, inputs: dict[str, Any]) -> None:
+        """Put a batch that one rank has whole on the seat, until the next one comes."""
+        shape = read_shape(inputs)
+        check_media(inputs)
+        check_padding(inputs.get("attention_mask"), inputs.get("position_ids"), shape)
+        seat.keep(self.pack_of(shape))
+
+    def _last_pack(self) -> Pack | None:
+        """What the last forward ran on, None where that was whole rows."""
+        seat = self._taken[0].seat if self._taken else None
+        return None if seat is None or seat.original else seat.pack
 
     def _seat(self) -> Seat:
         if not self._taken:
             raise RuntimeError("cp_gdn: no model is prepared; call accelerator.prepare(model, optimizer, ..) first")
         return self._taken[0].seat
+
+
+def _without_packing(inputs: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in inputs.items() if name not in PACKING}
 
 
 def token_dims(buffers: Sequence[Tensor], dims: Sequence[int]) -> list[int]:
@@ -207,6 +260,19 @@ def token_dims(buffers: Sequence[Tensor], dims: Sequence[int]) -> list[int]:
             if x.dim() == 3 and not x.is_floating_point() and x.shape[dim] != length == x.shape[-1]:
                 fixed[i] = 2
     return fixed
+
+
+def _wrap_layers_that_are_there(model: nn.Module) -> Callable[[], None]:
+    """Take layers that the model does not have off its list of those that FSDP wraps; returns how to put them back.
+
+    A text model's list has the multimodal model's vision blocks too, and Accelerate ends where it does not find one.
+    """
+    listed = list(getattr(model, "_no_split_modules", None) or ())
+    there = {type(module).__name__ for module in model.modules()}
+    kept = [name for name in listed if name in there]
+    if kept and kept != listed:
+        model._no_split_modules = kept  # type: ignore[assignment]
+    return lambda: vars(model).pop("_no_split_modules", None) and None
 
 
 def _check_layer_types(model: nn.Module) -> None:

@@ -22,6 +22,7 @@ class Settings:
     Attributes:
         layout: of a batch. "auto" is zigzag for rows [B, S] (each row apart) and zigzag_per_document for packed rows.
         attention: of the softmax layers: "auto", "gather" or "torch".
+        on_one_rank: run cp_gdn's layers and kernels where cp_size is 1 too, instead of nothing.
         segments, exchange, backend, options: as in `build_context`. Accelerate's cp_comm_strategy is about keys and
             values of softmax attention and has nothing to do with ``exchange``.
         timeout: seconds that a rank may keep another one waiting; as long as torch's own, for ranks that save a
@@ -30,6 +31,7 @@ class Settings:
 
     layout: str = "auto"
     attention: str = "auto"
+    on_one_rank: bool = False
     segments: Any = "auto"
     exchange: str = "auto"
     backend: str = "auto"
@@ -46,7 +48,7 @@ class Settings:
     @property
     def build(self) -> dict[str, Any]:
         """What the seats of taken-over models hand to `build_context`."""
-        names = ("segments", "exchange", "backend", "options")
+        names = ("on_one_rank", "segments", "exchange", "backend", "options")
         return {name: getattr(self, name) for name in names}
 
     def described(self) -> dict[str, str]:
@@ -102,6 +104,12 @@ def _segments(text: str) -> Any:
     return [int(number) for number in numbers] if len(numbers) > 1 else int(text)
 
 
+def _flag(text: str) -> bool:
+    if text not in ("0", "1"):
+        raise ValueError("expected 0 or 1")
+    return text == "1"
+
+
 _OPTION_NAMES = tuple(f.name for f in fields(Options))
 
 
@@ -124,6 +132,7 @@ def _options(text: str) -> Options:
 _VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "layout": ("CP_GDN_LAYOUT", str),
     "attention": ("CP_GDN_ATTENTION", str),
+    "on_one_rank": ("CP_GDN_ON_ONE_RANK", _flag),
     "segments": ("CP_GDN_SEGMENTS", _segments),
     "exchange": ("CP_GDN_EXCHANGE", str),
     "backend": ("CP_GDN_BACKEND", str),

@@ -1,7 +1,7 @@
 """The softmax layers of a hybrid model over a sharded batch: who computes them, chosen for each pack.
 
-"torch": torch's own context-parallel SDPA, as Accelerate sets it up; CUDA, unpacked zigzag batches. "gather": keys and
-values of the whole batch on every rank (`gathered.py`); any device, layout and documents.
+"torch": torch's own context-parallel SDPA, as Accelerate sets it up; CUDA, NCCL, unpacked zigzag batches. "gather":
+keys and values of the whole batch on every rank (`gathered.py`); any device, layout and documents.
 """
 
 import copy
@@ -16,7 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cp_gdn.integrations.gathered import Tables, attend, build_tables
-from cp_gdn.integrations.seat import Pack, Seat
+from cp_gdn.integrations.kinds import attention_layers
+from cp_gdn.integrations.pack import Pack
+from cp_gdn.integrations.seat import Seat, seat_of
 
 log = logging.getLogger("cp_gdn")
 
@@ -79,8 +81,12 @@ def torch_obstacle(pack: Pack) -> str | None:
     """Why torch's context-parallel SDPA cannot take a pack; None if it can."""
     part, pieces = pack.partition, 2 * pack.partition.world_size
     lengths = set(np.diff(part.bounds).tolist())
+    if part.world_size == 1:
+        return "there is one rank"
     if pack.device.type != "cuda":
         return f"torch's SDPA context parallelism has no rule for {pack.device.type}"
+    if "nccl" not in pack.comm.kind:
+        return f"torch's SDPA context parallelism needs NCCL on CUDA, and this group is {pack.comm.kind}"
     if part.num_docs != pack.batch_shape[0] or len(lengths) != 1:
         return "packed documents need a mask, and torch's SDPA context parallelism takes none"
     if part.layout not in ("zigzag", "zigzag_per_document") or any(length % pieces for length in lengths):
@@ -146,6 +152,25 @@ def _as_under_autocast(*tensors: Tensor) -> Sequence[Tensor]:
 
 
 # ---- installing ------------------------------------------------------------------------------------------------------
+
+
+def gather_attention(model: nn.Module) -> Callable[[], None]:
+    """Let the softmax layers of a transformers model attend over the packs of its Gated DeltaNet layers' seat.
+
+    For models whose Gated DeltaNet layers a `GDNContextParallel` took over; call it after that, and before
+    checkpointing, compile and FSDP2. Every rank gathers keys and values; documents stay apart. `cp_gdn.accelerate` does
+    it by itself.
+
+    Returns:
+        What gives the layers their own attention back.
+
+    Raises:
+        ValueError: no layer was taken over. NotImplementedError: a layer's attention is not in transformers' registry.
+    """
+    seat = seat_of(model)
+    taken = tuple(name for name, module in model.named_modules() if module in seat.layers)
+    _, undo = install(model, attention_layers(model, taken), seat)
+    return undo
 
 
 def install(

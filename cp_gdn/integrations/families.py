@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cp_gdn.integrations.seat import LayerShape
+from cp_gdn.integrations.pack import LayerShape
 
 GATES = frozenset({"A_log", "dt_bias"})
 SILU = ("silu", "swish")

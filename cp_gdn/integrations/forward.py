@@ -17,7 +17,8 @@ from cp_gdn.entries import chunk_gated_delta_rule
 from cp_gdn.gates import sigmoid, softplus
 from cp_gdn.handles import handle_here
 from cp_gdn.integrations.families import Family, Projections, conv_parameters, layer_shape, whole
-from cp_gdn.integrations.seat import Pack, Seat
+from cp_gdn.integrations.pack import Pack
+from cp_gdn.integrations.seat import Seat
 from cp_gdn.packing import packed_qkv_views
 
 CACHES = ("cache", "cache_params", "past_key_values", "past_key_value")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cp_gdn.comm import Comm
-from cp_gdn.integrations.seat import Pack
+from cp_gdn.integrations.pack import Pack
 
 BLOCK_ROWS = 1024
 """Queries of one block: its mask over 262,144 keys takes 256 MiB, and it still fills a GPU."""

@@ -2,6 +2,7 @@
 
     plan = parallelize_plan(model)
     parallelize_module(model, mesh["cp"], plan)
+    gather_attention(model)
     seat = seat_of(model)
     with seat.hold(seat.rows(batch, length)) as pack:
         model(pack.local(input_ids), ...)
@@ -10,17 +11,23 @@ Activations and parameters stay plain local tensors, so tensor parallelism goes 
 checkpointing, compilation and FSDP2 after it.
 """
 
+import logging
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from cp_gdn import lifesigns
 from cp_gdn.comm import Comm
 from cp_gdn.integrations.families import family_of
+from cp_gdn.integrations.kinds import attention_layers
 from cp_gdn.integrations.seat import SEAT, Seat
 from cp_gdn.integrations.swap import take_layer
-from cp_gdn.integrations.transformers import find_layers
+from cp_gdn.integrations.transformers import find_layers, refuse_others
+
+log = logging.getLogger("cp_gdn")
 
 
 class GDNContextParallel(ParallelStyle):
@@ -69,6 +76,7 @@ class GDNContextParallel(ParallelStyle):
             # One duplicate of the group for all layers; every rank comes here at its first layer.
             self._mesh = device_mesh
             self._seat = Seat(Comm(device_mesh.get_group(), timeout=self.timeout), **self.options)
+            lifesigns.start()
         elif self._mesh != device_mesh:
             raise ValueError(f"device_mesh: got {device_mesh}, but this style serves {self._mesh}; make one per mesh")
         return self._seat
@@ -77,11 +85,20 @@ class GDNContextParallel(ParallelStyle):
 def parallelize_plan(model: nn.Module, style: GDNContextParallel | None = None) -> dict[str, ParallelStyle]:
     """A plan for `parallelize_module(model, mesh["cp"], plan)`: exact names of the Gated DeltaNet layers, one style.
 
+    Softmax layers are no part of it: see `gather_attention`.
+
     Raises:
-        ValueError: the model has none that cp_gdn knows.
+        ValueError: the model has none that cp_gdn knows. NotImplementedError: it has another kind of recurrence.
     """
     layers = find_layers(model)
-    if not layers:
-        raise ValueError(f"model: {type(model).__name__} has no Gated DeltaNet layer that cp_gdn knows")
+    refuse_others(model, layers)
+    softmax = attention_layers(model, tuple(layers))
+    if softmax and not (dist.is_initialized() and dist.get_rank()):
+        log.warning(
+            "cp_gdn: %s has %d softmax attention layers, which this plan leaves alone: on a part of the sequence they "
+            "need context parallelism, too; cp_gdn.gather_attention(model) after parallelize_module is one",
+            type(model).__name__,
+            len(softmax),
+        )
     style = style or GDNContextParallel()
     return dict.fromkeys(layers, style)

@@ -14,8 +14,8 @@ from typing import Any
 USAGE = """usage: python -m cp_gdn.run SCRIPT [ARGUMENT ..]
        python -m cp_gdn.run -m MODULE [ARGUMENT ..]
 
-Runs SCRIPT (or MODULE) as python does, with cp_gdn enabled on every Accelerator that prepares a model with
-cp_size > 1. Options: CP_GDN_LAYOUT, CP_GDN_ATTENTION, CP_GDN_SEGMENTS, CP_GDN_EXCHANGE, CP_GDN_BACKEND,
+Runs SCRIPT (or MODULE) as python does, with cp_gdn enabled on every Accelerator that prepares a model.
+Options: CP_GDN_LAYOUT, CP_GDN_ATTENTION, CP_GDN_ON_ONE_RANK, CP_GDN_SEGMENTS, CP_GDN_EXCHANGE, CP_GDN_BACKEND,
 CP_GDN_OPTIONS, CP_GDN_TIMEOUT, CP_GDN_LOG.
 """
 
@@ -39,21 +39,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def enable_all() -> None:
-    """Let every Accelerator of this process enable itself when it prepares a model with cp_size > 1."""
+    """Let every Accelerator of this process enable itself when it prepares a model, unless somebody has enabled it."""
     from accelerate import Accelerator
+    from torch import nn
 
     from cp_gdn.integrations.accelerate import enable, plugin_of
 
-    original = Accelerator._prepare_cp
+    original = Accelerator.prepare
 
     @functools.wraps(original)
-    def prepare_cp(self: Any, *args: Any) -> Any:
-        if plugin_of(self) is not None:
-            return original(self, *args)
-        enable(self)
-        return self._prepare_cp(*args)
+    def prepare(self: Any, *args: Any, **options: Any) -> Any:
+        if plugin_of(self) is None and any(isinstance(arg, nn.Module) for arg in args):
+            enable(self)
+            if "prepare" in self.__dict__:  # on one rank `enable` replaces this method
+                return self.prepare(*args, **options)
+        return original(self, *args, **options)
 
-    Accelerator._prepare_cp = prepare_cp
+    Accelerator.prepare = prepare
 
 
 if __name__ == "__main__":

@@ -7,18 +7,17 @@ Legend: B rows of the batch, S tokens of a row, N global and T local tokens, W r
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from cp_gdn.comm import Comm
-from cp_gdn.context import Context, build_context
-from cp_gdn.layout import Partition, partition
+from cp_gdn.context import Context
+from cp_gdn.integrations.pack import LayerShape, Pack, ShapeOf
+from cp_gdn.layout import partition
 
 SEAT = "_cp_gdn_seat"
 """Attribute of a taken-over module that holds its seat; in no state dict."""
@@ -26,81 +25,6 @@ SEAT = "_cp_gdn_seat"
 BUILD_OPTIONS = ("segments", "exchange", "backend", "options")
 KEPT_PACKS = 8
 """Packs whose contexts are kept: a fixed-length run plans once, and a compiled model sees the same contexts."""
-
-
-class LayerShape(NamedTuple):
-    """What a layer wants of a pack's context; fields as in `build_context`."""
-
-    heads: tuple[int, int]
-    head_dims: tuple[int, int]
-    conv: tuple[int, int] | None
-    dtype: torch.dtype
-
-
-ShapeOf = Callable[..., LayerShape]
-"""Called with a layer and dtype=, None for that of its weights."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Pack:
-    """What one sharded batch is on this rank. Make it with `Seat.rows` or `Seat.packed`.
-
-    Attributes:
-        partition: of all N tokens of the batch, row after row. comm: the group. device: of the hidden states.
-        batch_shape: (B, T / B), the leading dims of this rank's hidden states; row-major, they are the T local tokens.
-        options: what `build_context` gets beside a layer's shape. contexts: those built, by layer shape.
-        checked_bounds: the boundary tensor that was last found equal to this pack's.
-    """
-
-    partition: Partition
-    comm: Comm
-    device: torch.device
-    batch_shape: tuple[int, int]
-    options: Mapping[str, Any] = field(default_factory=dict)
-    contexts: dict[LayerShape, Context] = field(default_factory=dict)
-    checked_bounds: list[Tensor] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        tokens = self.partition.local_tokens(self.comm.rank)
-        if self.batch_shape[0] * self.batch_shape[1] != tokens:
-            raise ValueError(
-                f"batch_shape: got {self.batch_shape}, expected {tokens} tokens, which rank {self.comm.rank} holds"
-            )
-
-    def context(
-        self,
-        *,
-        heads: tuple[int, int],
-        head_dims: tuple[int, int],
-        conv: tuple[int, int] | None,
-        dtype: torch.dtype,
-    ) -> Context:
-        """The context for layers of this shape; the first call plans it, and every rank must make it."""
-        shape = LayerShape(heads, head_dims, conv, dtype)
-        if shape not in self.contexts:
-            chosen = {"device": self.device, **shape._asdict(), **self.options}
-            self.contexts[shape] = torch.compiler.disable(build_context)(self.partition, self.comm, **chosen)
-        return self.contexts[shape]
-
-    @cached_property
-    def token_ids(self) -> Tensor:
-        """Index of each local token in the batch of N tokens, row-major, int64 [T] on the device."""
-        return torch.as_tensor(self.partition.token_ids(self.comm.rank), device=self.device)
-
-    @cached_property
-    def positions(self) -> Tensor:
-        """Offset of each local token in its document, int64 in `batch_shape` on the device."""
-        return torch.as_tensor(self.partition.positions(self.comm.rank), device=self.device).view(self.batch_shape)
-
-    def local(self, x: Tensor) -> Tensor:
-        """This rank's tokens [B, T / B, ..] of the global x [B, S, ..]. No message; gradients stay on this rank."""
-        rows = self.batch_shape[0]
-        if x.dim() < 2 or x.shape[0] != rows or x.shape[0] * x.shape[1] != self.partition.num_tokens:
-            raise ValueError(
-                f"x: got shape {list(x.shape)}, expected [{rows}, {self.partition.num_tokens // max(rows, 1)}, ..], "
-                "the whole batch"
-            )
-        return x.flatten(0, 1).index_select(0, self.token_ids).unflatten(0, self.batch_shape)
 
 
 class Seat:
@@ -129,6 +53,7 @@ class Seat:
         self.dtype: torch.dtype | None = None
         self._packs: OrderedDict[tuple[Any, ...], Pack] = OrderedDict()
         self._shapes: dict[LayerShape, None] = {}
+        self._said: set[str] = set()
 
     # A copy of a model trains in the same group; a file or another process knows no group.
     def __deepcopy__(self, memo: dict[int, Any]) -> "Seat":
@@ -146,9 +71,9 @@ class Seat:
         """The pack of a batch [B, S]: every row a document, cut per document in 2 W pieces; local [B, S / W].
 
         Raises:
-            ValueError: the length is not a multiple of 2 W.
+            ValueError: the length is not a multiple of 2 W, on several ranks.
         """
-        pieces = 2 * self.comm.size
+        pieces = 2 * self.comm.size if self.comm.size > 1 else 1
         if length % pieces:
             raise ValueError(
                 f"length: got {length} tokens, expected a multiple of 2 * {self.comm.size} ranks = {pieces}; "
@@ -170,7 +95,7 @@ class Seat:
         # Once per step: peers that got different batches must not meet in the layers.
         self.comm.agree("batch", {"doc_bounds": _short(part.doc_bounds), "layout": layout, "rows": str(batch_shape)})
         pack = self._packs.pop(key, None) or Pack(
-            partition=part, comm=self.comm, device=device, batch_shape=shape, options=self.options
+            partition=part, comm=self.comm, device=device, batch_shape=shape, options=self.options, said=self._said
         )
         self._packs[key] = pack
         if len(self._packs) > KEPT_PACKS:
@@ -180,20 +105,24 @@ class Seat:
     @contextmanager
     def hold(self, pack: Pack) -> Iterator[Pack]:
         """Run forwards, and backwards if you like, of ``pack`` inside."""
+        outer = (self.pack, True) if self.active else (pack, False)
+        self.keep(pack)
+        try:
+            yield pack
+        finally:
+            self.pack, self.active = outer
+
+    def keep(self, pack: Pack) -> None:
+        """Run what follows on ``pack``, until another one is kept."""
         if pack.comm is not self.comm:
             raise ValueError(
                 "pack: it belongs to another group than this seat; make it with this seat's rows or packed"
             )
         self._refuse_replaced_forwards()
-        outer = (self.pack, True) if self.active else (pack, False)
         # Plans are agreed here, outside of compiled code: for the layer shapes that steps before have met.
         for shape in self._shapes or self._expected_shapes(pack.device):
             pack.context(**shape._asdict())
         self.pack, self.active = pack, True
-        try:
-            yield pack
-        finally:
-            self.pack, self.active = outer
 
     @contextmanager
     def unsharded(self) -> Iterator[None]:

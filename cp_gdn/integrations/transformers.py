@@ -61,7 +61,7 @@ def take_over(model: nn.Module, comm: Comm, **options: Any) -> Takeover:
     """
     found = find_layers(model)
     if comm.size > 1:
-        _refuse(model, found)
+        refuse_others(model, found)
     seat = _same_seat(model, comm, options) or Seat(comm, **options)
     names = tuple(found)
     for name, family in found.items():
@@ -91,7 +91,8 @@ def find_layers(model: nn.Module) -> dict[str, Family]:
     return {name: family for name, family in families if family is not None}
 
 
-def _refuse(model: nn.Module, found: dict[str, Family]) -> None:
+def refuse_others(model: nn.Module, found: dict[str, Family]) -> None:
+    """Raise as `take_over` does of a model that has recurrences beside the layers found, or no such layer."""
     unknown = unknown_recurrences(model, tuple(found))
     if unknown:
         raise NotImplementedError(

@@ -78,8 +78,11 @@ def train_hybrid(case: Case, rank: int) -> tuple[dict[str, Tensor], int]:
     return {"loss": loss.detach(), **found}, late
 
 
-def token_losses(rank: int, _world: int, cases: list[Case]) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Per case the tokens of this rank, by their place in the whole batch, their labels and their losses."""
+def token_losses(rank: int, _world: int, cases: list[Case]) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Per case the tokens of this rank, by their place in the whole batch, their labels and their losses.
+
+    And the losses of all tokens, as a metric gets them.
+    """
     import cp_gdn.accelerate as plugin
 
     found = []
@@ -92,7 +95,8 @@ def token_losses(rank: int, _world: int, cases: list[Case]) -> list[tuple[Tensor
             with plugin.shard(accelerator, batch), torch.no_grad():
                 logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits
                 place, labels = seat_of(model).pack.token_ids, batch["shift_labels"].flatten()
-            found.append((place, labels, F.cross_entropy(logits.flatten(0, 1), labels, reduction="none")))
+            losses = F.cross_entropy(logits.flatten(0, 1), labels, reduction="none")
+            found.append((place, labels, losses, accelerator.gather_for_metrics(losses[None])))
     return found
 
 

@@ -52,7 +52,7 @@ def on_cpu(case: Case) -> Iterator[None]:
         mock.patch.object(cp_gdn.accelerate, "ParallelismConfig", sizes),
         mock.patch.object(sys, "argv", list(sys.argv)),
         mock.patch.object(sys, "path", list(sys.path)),
-        mock.patch.object(OnCpu.__base__, "_prepare_cp", OnCpu._prepare_cp),
+        mock.patch.object(OnCpu.__base__, "prepare", OnCpu.prepare),
     ):
         yield
 

@@ -20,8 +20,11 @@ DOCUMENTS = (0, 37, 38, 80)
 class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
     """Fixed rows of one length, of which the first tokens are not trained: ranks train unequal numbers of them."""
 
+    def __init__(self, count: int = ROWS) -> None:
+        self.count = count
+
     def __len__(self) -> int:
-        return ROWS
+        return self.count
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         ids = torch.randint(VOCAB, (LENGTH,), generator=torch.Generator().manual_seed(index))
@@ -47,38 +50,60 @@ class PaddingFree:
         return {**self.seen[-1], "position_ids": positions, **others}
 
 
-def trained(rank: int, world: int, folder: str, packed: bool) -> dict[str, Any]:
-    """Losses of every step, the loss of an evaluation, the weights, and the batches that were packed."""
+def make_trainer(case: Case, folder: str, **options: Any) -> Any:
+    """A Trainer over a case's ranks; options: its own, and arguments of its TrainingArguments."""
     from transformers import Trainer, TrainingArguments
 
-    case = Case(cp=world)
-    rows, steps, collator = (3, 1, PaddingFree()) if packed else (3, 2, None)
+    sizes = {}
+    if case.world > 1:
+        sizes["parallelism_config"] = config_class(fsdp_plugin(case))(dp_shard_size=case.dp, cp_size=case.cp)
+    own = {name: options.pop(name) for name in ("data_collator",) if name in options}
+    arguments = TrainingArguments(
+        output_dir=folder, use_cpu=True, report_to=[], disable_tqdm=True, logging_steps=1,
+        per_device_train_batch_size=3, per_device_eval_batch_size=3, adam_epsilon=1e-5, save_strategy="no", seed=0,
+        lr_scheduler_type="constant", max_grad_norm=1e9, **options, **sizes,
+    )  # fmt: skip
+    return Trainer(model=build(case.family), args=arguments, train_dataset=Rows(), eval_dataset=Rows(), **own)
+
+
+def trained(rank: int, world: int, folder: str, packed: bool) -> dict[str, Any]:
+    """Losses of every step, the loss of an evaluation, the weights, and the batches that were packed."""
+    case, collator = Case(cp=world), PaddingFree() if packed else None
     with environment(case, rank):
-        sizes = {} if world == 1 else {"parallelism_config": config_class(fsdp_plugin(case))(cp_size=world)}
-        arguments = TrainingArguments(
-            output_dir=folder, use_cpu=True, report_to=[], disable_tqdm=True, logging_steps=1, max_steps=3,
-            per_device_train_batch_size=rows, per_device_eval_batch_size=rows, gradient_accumulation_steps=steps,
-            learning_rate=1e-3, adam_epsilon=1e-5, save_strategy="no", seed=0, lr_scheduler_type="constant",
-            max_grad_norm=1e9, **sizes,
-        )  # fmt: skip
-        model = build(case.family)
-        trainer = Trainer(
-            model=model, args=arguments, train_dataset=Rows(), eval_dataset=Rows(), data_collator=collator
+        trainer = make_trainer(
+            case,
+            folder,
+            data_collator=collator,
+            gradient_accumulation_steps=1 if packed else 2,
+            max_steps=3,
+            learning_rate=1e-3,
         )
         trainer.train()
-        evaluated = evaluate(trainer)
+        evaluated = float(trainer.evaluate()["eval_loss"]) if splits_evaluations() else 0.0
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         weights = {name: whole(parameter) for name, parameter in trainer.model.named_parameters()}
     seen = collator.seen[:3] if collator else []
     return {"losses": losses, "evaluated": evaluated, "weights": weights, "seen": seen}
 
 
-def evaluate(trainer: Any) -> float:
-    """The loss of an evaluation, 0 where this release of Trainer does not split rows there: then it is no such loss."""
+def predicted(rank: int, world: int, folder: str, dp: int, count: int) -> tuple[Any, Any]:
+    """What `predict` gives of rows with labels, and of rows without them on whole sequences."""
+    from cp_gdn import unsharded
+
+    case = Case(dp=dp, cp=world // dp)
+    with environment(case, rank):
+        trainer = make_trainer(case, folder, max_steps=1, learning_rate=0.0)
+        trainer.train()
+        labelled = trainer.predict(Rows(count))
+        with unsharded(trainer.model):
+            return labelled, trainer.predict([{"input_ids": Rows()[index]["input_ids"]} for index in range(count)])
+
+
+def splits_evaluations() -> bool:
+    """Whether this release of Trainer splits rows in an evaluation."""
     from transformers import Trainer
 
-    splits = "_prepare_context_parallel_inputs" in inspect.getsource(Trainer.prediction_step)
-    return float(trainer.evaluate()["eval_loss"]) if splits else 0.0
+    return "_prepare_context_parallel_inputs" in inspect.getsource(Trainer.prediction_step)
 
 
 def packed_alone(_rank: int, _world: int, batches: list[dict[str, Tensor]]) -> Run:

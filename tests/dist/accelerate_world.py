@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from tests.dist.hybrid_models import (
-    LAYERS,
     STEPS,
     WRAPPERS,
     Batch,
@@ -50,17 +49,17 @@ def config_class(plugin: Any) -> Any:
 
 
 def fsdp_plugin(case: Case) -> Any:
+    """As a launcher's YAML makes it: the layers to wrap are the model's own list."""
     from accelerate.utils import FullyShardedDataParallelPlugin
 
     return FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=[LAYERS[case.family]],
         cpu_ram_efficient_loading=False,
         activation_checkpointing=case.checkpointing == "fsdp",
         state_dict_type="SHARDED_STATE_DICT",
         # Accelerate sets it from its own mixed_precision before the config above has made it an FSDP run.
-        mixed_precision_policy=None if case.precision == "no" else case.precision,
+        mixed_precision_policy=case.precision if case.precision == "bf16" else None,
     )
 
 
@@ -80,7 +79,7 @@ def accelerator_of(case: Case, rank: int, *, through_config: bool = False) -> It
             parallelism_config=config(dp_shard_size=case.dp, cp_size=case.cp),
             fsdp_plugin=plugin,
             gradient_accumulation_steps=case.accumulate,
-            mixed_precision=case.precision,
+            mixed_precision=case.precision if case.precision == "bf16" else "no",
             dynamo_backend=case.compiler or None,
         )
         try:
@@ -126,7 +125,8 @@ def train_together(case: Case, rank: int) -> Run:
         for step in range(STEPS):
             batches = batches_of(case, step, rank // case.cp)
             items = plugin.count_tokens(accelerator, batches)
-            losses.append(sum(one_batch(accelerator, model, batch, items) for batch in batches))
+            with case.running():
+                losses.append(sum(one_batch(accelerator, model, batch, items) for batch in batches))
             if step == 0:
                 grads = {name: whole(parameter.grad) for name, parameter in trained_of(model).items()}
             norms.append(float(whole(accelerator.clip_grad_norm_(model.parameters(), 1e9))))
@@ -137,10 +137,9 @@ def train_together(case: Case, rank: int) -> Run:
         keys = [re.sub(WRAPPERS, "", name) for name in model.state_dict()]
         # Without flash-linear-attention the original layers refuse packed rows.
         ways = (True, False) if case.rows else (True, True)
-        evaluated = [evaluate(accelerator, model, case, rank // case.cp, sharded) for sharded in ways]
-    return Run(
-        losses=losses, norms=norms, evaluated=evaluated, grads=grads, weights=weights, keys=keys, lines=lines
-    )
+        with case.running():
+            evaluated = [evaluate(accelerator, model, case, rank // case.cp, sharded) for sharded in ways]
+    return Run(losses=losses, norms=norms, evaluated=evaluated, grads=grads, weights=weights, keys=keys, lines=lines)
 
 
 def one_batch(accelerator: Any, model: Any, batch: Batch, items: Tensor) -> float:

@@ -27,8 +27,8 @@ LOSSES = {
 REASONS = (
     "CommFailed: the context-parallel group failed, by rank",
     "RendezvousConnectionError",  # the agent's, where the other one hosted the rendezvous
-    "Connection closed by peer",  # FSDP's own messages know no more
-    "Connection reset by peer",
+    "cp_gdn: rank",  # below what FSDP's own messages say, which know no name
+    "cp_gdn: the run's store",
 )
 
 

@@ -7,12 +7,15 @@ Nothing here imports accelerate or transformers before a worker calls it: that t
 from __future__ import annotations
 
 import re
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from tests.in_double import InDouble
 
 VOCAB, LENGTH, STEPS = 256, 96, 4
 BOUNDS = (0, 37, 38, 90, 131)
@@ -26,7 +29,8 @@ class Case:
 
     rows: B of unpacked batches, 0 for packed ones. accumulate: micro-batches of a step. checkpointing: "fsdp" by
     Accelerate, "model" by the model, "" none. labels: which are ignored. padded: rows are padded on the right.
-    adapters: train PEFT's low-rank adapters alone. compiler: backend of torch.compile, "" to run eagerly.
+    precision: "no" and "bf16" are Accelerate's, "fp64" is all of the model. adapters: train PEFT's low-rank adapters
+    alone. compiler: backend of torch.compile, "" to run eagerly.
     """
 
     family: str = "qwen3_next"
@@ -47,6 +51,10 @@ class Case:
     def world(self) -> int:
         return self.dp * self.cp
 
+    def running(self) -> AbstractContextManager[Any]:
+        """Around forwards and backwards: in fp64, what a model computes in fp32 inside is computed in fp64, too."""
+        return InDouble() if self.precision == "fp64" else nullcontext()
+
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
@@ -65,29 +73,43 @@ class Run:
     lines: list[str]
 
 
+SIZES: dict[str, Any] = {
+    "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "intermediate_size": 128, "vocab_size": VOCAB, "tie_word_embeddings": False, "use_cache": False,
+    "layer_types": [*["linear_attention"] * 3, "full_attention"],
+}  # fmt: skip
+EXPERTS = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+}  # fmt: skip
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM", {"num_experts": 0, "mlp_only_layers": [0, 1, 2, 3]}),
+    "qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", {}),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", EXPERTS),
+    "olmo_hybrid": ("OlmoHybridConfig", "OlmoHybridForCausalLM", {"linear_allow_neg_eigval": True, "pad_token_id": 0}),
+    "lara_mini": ("LaraMiniConfig", "LaraMiniForCausalLM", EXPERTS),
+}
+"""Per family the classes of its config and model, and what its config wants beside the sizes. Not qwen4_exp: the
+softmax layers of its models choose their keys by an index, and such layers are refused."""
+
+
 def build(family: str, **changes: Any) -> Any:
     """A model of four layers, three of them Gated DeltaNet, the same weights in every process."""
     import transformers
 
     transformers.logging.set_verbosity_error()
-    sizes: dict[str, Any] = {
-        "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-        "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16, "intermediate_size": 128, "vocab_size": VOCAB, "tie_word_embeddings": False,
-        "use_cache": False,
-    }  # fmt: skip
+    config, model, more = FAMILIES[family]
     torch.manual_seed(0)
-    if family == "qwen3_next":
-        config = transformers.Qwen3NextConfig(num_experts=0, mlp_only_layers=[0, 1, 2, 3], **{**sizes, **changes})
-        model = transformers.Qwen3NextForCausalLM(config)
-    else:
-        model = transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**{**sizes, **changes}))
-    return with_long_memory(model)
+    made = getattr(transformers, model)(getattr(transformers, config)(**SIZES | more | changes))
+    return with_long_memory(made)
 
 
 def model_of(case: Case) -> Any:
     """The model of a case, with adapters on its recurrent layers' projections if they are what is trained."""
     model = build(case.family)
+    if case.precision == "fp64":
+        model = model.double()
+        model.config._experts_implementation = "eager"  # the grouped product of experts has no fp64
     if not case.adapters:
         return model
     from peft import LoraConfig, get_peft_model
@@ -99,9 +121,8 @@ def model_of(case: Case) -> Any:
 
 def trained_of(model: Any) -> dict[str, Any]:
     """The parameters that are trained, by the names that they have before anything is wrapped."""
-    names = {name: re.sub(WRAPPERS, "", name) for name, parameter in model.named_parameters() if parameter.requires_grad}
-    parameters = dict(model.named_parameters())
-    return {plain: parameters[name] for name, plain in names.items()}
+    trained = ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
+    return {re.sub(WRAPPERS, "", name): parameter for name, parameter in trained}
 
 
 @torch.no_grad()
@@ -118,7 +139,6 @@ ADAPTED = {
     "qwen3_next": ["in_proj_qkvz", "in_proj_ba", "out_proj"],
     "qwen3_5": ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"],
 }
-LAYERS = {"qwen3_next": "Qwen3NextDecoderLayer", "qwen3_5": "Qwen3_5DecoderLayer"}
 
 
 def make_batch(case: Case, step: int, dp_rank: int, micro: int) -> Batch:
@@ -164,14 +184,15 @@ def train_alone(case: Case, steps: list[list[Batch]]) -> Run:
     optimizer = make_optimizer(model)
     losses, norms, grads = [], [], {}
     for batches in steps:
-        loss = mean_loss(model, batches)
-        loss.backward()
+        with case.running():
+            loss = mean_loss(model, batches)
+            loss.backward()
         grads = grads or {name: parameter.grad.clone() for name, parameter in trained_of(model).items()}
         losses.append(float(loss.detach()))
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)))
         optimizer.step()
         optimizer.zero_grad()
-    with torch.no_grad():
+    with torch.no_grad(), case.running():
         evaluated = [float(mean_loss(model, steps[0]))]
     weights = {name: parameter.detach().clone() for name, parameter in trained_of(model).items()}
     keys = list(model.state_dict())

@@ -1,6 +1,6 @@
 """What a rank runs in the tests of several agents: `python -m tests.dist.nodes_worker TASK FOLDER`, under a launcher.
 
-"layers" and "examples" leave what they computed in FOLDER; "forever" and "plugin" train until somebody ends it.
+"layers" and "examples" leave what they computed in FOLDER; the others train, or reduce, until somebody ends them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import cp_gdn
+from cp_gdn import lifesigns
 from tests.dist.hybrid_models import Case
 
 BOUNDS = (0, 37, 38, 90, 211)
@@ -82,6 +83,15 @@ def forever(rank: int, world: int, folder: str) -> None:
         Path(folder, f"began-{rank}").touch()
 
 
+def collectives(rank: int, world: int, folder: str) -> None:
+    """What FSDP does, without a message of cp_gdn's."""
+    lifesigns.start()
+    end = time.monotonic() + 300.0
+    while time.monotonic() < end:
+        dist.all_reduce(torch.ones(1))
+        Path(folder, f"began-{rank}").touch()
+
+
 def plugin(rank: int, world: int, folder: str) -> None:
     """The loop example for longer than anybody waits, its metrics in FOLDER from the first step on."""
     from tests.dist.accelerate_scripts import scripts
@@ -98,7 +108,7 @@ def main(tasks: str, folder: str) -> None:
             sizes = [os.environ.get(name) for name in SIZES]
             torch.save({"results": layers(rank, world), "sizes": sizes}, Path(folder, f"rank{rank}.pt"))
         else:
-            {"examples": examples, "forever": forever, "plugin": plugin}[task](rank, world, folder)
+            {f.__name__: f for f in (examples, forever, collectives, plugin)}[task](rank, world, folder)
     dist.destroy_process_group()
 
 

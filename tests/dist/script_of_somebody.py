@@ -17,10 +17,10 @@ def main() -> None:
     losses = []
     for step in range(STEPS):
         (batch,) = batches_of(case, step, 0)
-        ids, labels = batch["input_ids"], batch["labels"]
+        ids, labels = (batch[name].to(accelerator.device) for name in ("input_ids", "labels"))
         shifted = labels.roll(-1, 1)
         shifted[:, -1] = -100
-        positions = accelerator.prepare(ids.new_tensor(range(ids.shape[1])))[None]
+        positions = ids.new_tensor(range(ids.shape[1]))[None]
         count = int((shifted != -100).sum())
         buffers = [ids, labels, shifted, positions]
         with accelerator.maybe_context_parallel(buffers, [1, 1, 1, 1], set(buffers)):

@@ -8,15 +8,15 @@ import re
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
-import torch
 from packaging.version import Version
 from torch import Tensor
 
 from tests.dist import pool
 from tests.dist.accelerate_refusals import REFUSALS, refused, without_enable
 from tests.dist.accelerate_scripts import held_out_loss, scripts
-from tests.dist.accelerate_trainer import packed_alone, trained
+from tests.dist.accelerate_trainer import packed_alone, predicted, trained
 from tests.dist.accelerate_world import disabled, together
 from tests.dist.hybrid_models import Case, Run, alone
 
@@ -36,6 +36,9 @@ CASES = {
     "data parallel rows": Case(rows=3, dp=2, accumulate=3),
     "data parallel, packed": Case(family="qwen3_5", rows=0, dp=2, checkpointing="fsdp"),
     "one rank": Case(cp=1, accumulate=3),
+    "one rank on our layers": Case(family="olmo_hybrid", cp=1, rows=3, padded=True, options={"on_one_rank": True}),
+    "one rank on our layers, packed": Case(cp=1, rows=0, checkpointing="fsdp", options={"on_one_rank": True}),
+    "experts": Case(family="qwen3_5_moe", rows=3, checkpointing="model"),
     "four ranks, rows": Case(rows=3, cp=4, checkpointing="fsdp"),
     "four ranks, packed, accumulated": Case(family="qwen3_5", rows=0, cp=4, accumulate=3),
 }
@@ -87,10 +90,13 @@ def test_losses_gradients_and_weights_of_every_rank_are_those_of_one_process(nam
 
 def test_rank_0_logs_what_was_taken_over_and_why_attention_runs_as_it_does() -> None:
     first, second = (of_rank["packed zigzag"].lines for of_rank in trained_together(2))
-    assert first.count("cp_gdn: 3 GDN + 1 SDPA layers, cp=2 (zigzag), exchange=auto, backend=torch") == 1
+    assert first.count("cp_gdn: 3 GDN + 1 SDPA layers, cp=2 (zigzag), exchange=auto, backend=auto") == 1
+    chosen = [line for line in first if line.startswith("cp_gdn: heads (2, 4) of (16, 16) in torch.float32")]
+    assert len(chosen) == 1
+    assert "backend=torch (auto: dtype torch.float32: the kernels take torch.bfloat16)" in chosen[0]
     assert any(line.startswith("cp_gdn: options: layout=zigzag (argument), attention=auto") for line in first)
     assert sum("softmax attention by gather (torch's SDPA" in line for line in first) == 1
-    assert not any("layers, cp=" in line or "softmax attention" in line for line in second)
+    assert not any("layers, cp=" in line or "backend=" in line or "softmax" in line for line in second)
 
 
 @cache
@@ -124,6 +130,23 @@ def test_trainer_trains_and_evaluates_as_on_one_process(tmp_path: Path) -> None:
         assert got["losses"] == pytest.approx(want["losses"], rel=LIMIT)
         assert got["evaluated"] == pytest.approx(want["evaluated"], rel=LIMIT)
         assert_same(got["weights"], want["weights"])
+
+
+before_5_16 = pytest.mark.skipif(
+    older("transformers", "5.16"), reason="Trainer does not split rows in an evaluation before 5.16"
+)
+
+
+@before_5_16
+@pytest.mark.parametrize(("world", "dp", "count"), [(2, 1, 11), (4, 2, 12)])
+def test_trainer_predicts_whole_rows_each_once_and_in_order(world: int, dp: int, count: int, tmp_path: Path) -> None:
+    ((want, want_bare),) = pool.run(1, predicted, str(tmp_path), 1, count, timeout=180)
+    for got, bare in pool.run(world, predicted, str(tmp_path), dp, count, timeout=180):
+        np.testing.assert_array_equal(got.label_ids, want.label_ids)
+        np.testing.assert_allclose(got.predictions, want.predictions, rtol=1e-3, atol=1e-5)
+        np.testing.assert_allclose(bare.predictions, want_bare.predictions, rtol=1e-3, atol=1e-5)
+        if dp == 1:  # else Trainer averages batches of all ranks by their tokens, and of one rank by their number
+            assert got.metrics["test_loss"] == pytest.approx(want.metrics["test_loss"], rel=LIMIT)
 
 
 def test_trainer_keeps_packed_documents_apart(tmp_path: Path) -> None:
@@ -162,7 +185,7 @@ def test_what_the_loop_example_saved_on_four_ranks_goes_on_with_another_split_an
     assert saved == pytest.approx(alone_loss, rel=LIMIT)
 
 
-@pytest.mark.skipif(older("transformers", "5.16"), reason="Trainer does not split rows in an evaluation before 5.16")
+@before_5_16
 def test_the_trainer_example_trains_packed_rows_on_two_ranks(tmp_path: Path) -> None:
     call = [str(EXAMPLES / "finetune_trainer.py"), *SMALL, "--packed", "--out", str(tmp_path)]
     pool.run(2, scripts, Case(), [call], {}, timeout=180)

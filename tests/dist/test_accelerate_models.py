@@ -60,11 +60,12 @@ def test_every_token_of_every_layout_has_the_label_and_the_loss_it_has_on_one_pr
     ((labels, losses),) = pool.run(1, token_losses_alone, PACKED[0], timeout=180)
     of_ranks = pool.run(world, token_losses, [replace(case, cp=world) for case in PACKED], timeout=180)
     for of_case in zip(*of_ranks, strict=True):
-        place, got_labels, got_losses = (torch.cat(parts) for parts in zip(*of_case, strict=True))
+        place, got_labels, got_losses, gathered = (torch.cat(parts) for parts in zip(*of_case, strict=True))
         order = place.argsort()
         assert torch.equal(place[order], torch.arange(len(labels)))
         assert torch.equal(got_labels[order], labels)
         torch.testing.assert_close(got_losses[order], losses, rtol=1e-4, atol=1e-6)
+        assert torch.equal(gathered, got_losses[order].expand(world, -1))
 
 
 @pytest.mark.parametrize("cp", [1, 2])

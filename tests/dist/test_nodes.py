@@ -37,9 +37,20 @@ def test_two_machines_of_two_ranks_give_the_bits_of_one_machine_of_four(
             assert different == [], (rank, case)
 
 
-def test_when_a_machine_loses_its_power_the_other_one_ends_and_says_which_rank_is_gone(tmp_path: Path) -> None:
-    with nodes.machines(nodes.numbered, 2, 1, tmp_path, "forever") as started:
+REASONS = [
+    ("forever", 1, r"CommFailed: .* by rank 1: rank 1 gave no sign of life"),
+    ("collectives", 1, r"cp_gdn: rank 1 of the run gave no sign of life"),
+    ("collectives", 0, r"cp_gdn: the run's store cannot be reached: its host, rank 0's machine"),
+]
+
+
+@pytest.mark.parametrize(("task", "lost", "reason"), REASONS)
+def test_when_a_machine_loses_its_power_the_other_one_ends_and_says_which_rank_is_gone(
+    task: str, lost: int, reason: str, tmp_path: Path
+) -> None:
+    """While cp_gdn's messages are on their way, and while torch's own collectives are."""
+    with nodes.machines(nodes.numbered, 2, 1, tmp_path, task) as started:
         nodes.wait_for([tmp_path / f"began-{rank}" for rank in range(2)], started)
-        started[1].power_off()
-        assert started[0].wait(60.0) != 0
-    assert re.search(r"CommFailed: .* by rank 1: rank 1 gave no sign of life", started[0].text), started[0].text
+        started[lost].power_off()
+        assert started[1 - lost].wait(60.0) != 0
+    assert re.search(reason, started[1 - lost].text), started[1 - lost].text

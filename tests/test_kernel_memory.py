@@ -1,0 +1,72 @@
+"""Memory of calls on the kernels, with their doubles on the CPU: what is bound and kept is what the queries say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import cp_gdn
+from cp_gdn import Comm, Options, build_context, chunk_gated_delta_rule, partition, twin
+from tests.kernel_double import doubles
+from tests.test_kernel_tables import BOUNDS, CASES, HEADS, NAMES, inputs
+
+torch.set_num_threads(1)
+
+MEMORY = [  # case, states of documents, options
+    (CASES[0], True, Options()),
+    (CASES[1], False, Options(decay_cutoff=None)),
+    (CASES[1], True, Options(boundary="recompute")),
+    (CASES[2], False, Options(save_transfer=False)),
+    (CASES[4], True, Options()),
+    (CASES[4], False, Options(boundary="recompute")),
+    (CASES[6], False, Options(save_transfer=False)),
+]
+
+
+def bound_by(comm: Comm, case: tuple, states: bool, options: Options) -> None:
+    """A step in a workspace of what the query says, and one that counts what autograd holds."""
+    x, align = inputs(), 64 if str(case[2]).startswith("grid") else 1
+    part = partition(BOUNDS, comm.size, case[1], align=align)
+    ctx = build_context(part, comm, heads=HEADS, segments=case[2], exchange=case[3], options=options)
+    leaves = {name: x[name][ctx.token_ids].requires_grad_() for name in NAMES}
+    if states:
+        leaves["initial_state"] = x["initial"][list(ctx.entry_docs)].requires_grad_()
+    layout = cp_gdn.workspace_layout(ctx, document_states=states)
+    room, held = cp_gdn.Workspace(cp_gdn.workspace_bytes(ctx, document_states=states)), []
+
+    def step(workspace: cp_gdn.Workspace | None) -> list[Tensor]:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t):
+            o, end = chunk_gated_delta_rule(**leaves, ctx=ctx, output_final_state=states, workspace=workspace)
+        outputs = [o] if end is None else [o, end]
+        dout = [x["dout"][ctx.token_ids], x["dfinal"][list(ctx.exit_docs)]][: len(outputs)]
+        return [*outputs, *torch.autograd.grad(outputs, list(leaves.values()), dout)]
+
+    want = step(None)
+    kept = cp_gdn.saved_bytes(ctx, initial_state=states)
+    others = held[5:] if options.keeps_states else []
+    assert sum(t.numel() * t.element_size() for t in others) == kept["states"] + kept["maps"] + kept["owned_maps"]
+    assert sum(t.numel() * t.element_size() for t in held[:5]) == kept["inputs"]
+    room.memory.fill_(255)
+    for got, value in zip(step(room), want, strict=True):
+        assert torch.equal(got, value)
+    assert room.bound == {phase: layout.nbytes(phase) for phase in ("forward", "backward")}
+
+
+@pytest.mark.parametrize(("case", "states", "options"), MEMORY, ids=str)
+def test_a_call_binds_and_keeps_what_the_queries_say(case: tuple, states: bool, options: Options) -> None:
+    with doubles():
+        twin(case[0], lambda comm: bound_by(comm, case, states, options))
+
+
+def test_a_workspace_without_room_for_states_of_documents_is_refused_where_they_come_in() -> None:
+    part = partition([0, *range(64, 640, 64)], 1, "contiguous")
+    with doubles():
+        ctx = build_context(part, Comm.alone(), heads=HEADS, options=Options(boundary="recompute"))
+        small, large = (cp_gdn.workspace_bytes(ctx, document_states=asked) for asked in (False, True))
+        assert large - small == 2 * 9 * HEADS[1] * 128 * 128 * 4  # states and adjoints
+        x = {"q": torch.zeros(576, 1, 128).bfloat16(), "g": torch.zeros(576, 2)}
+        given = {"q": x["q"], "k": x["q"], "v": torch.zeros(576, 2, 128).bfloat16(), "g": x["g"], "beta": x["g"]}
+        given = {name: t.requires_grad_() for name, t in given.items()}
+        with pytest.raises(ValueError, match=f"got {small} bytes, expected at least {large} for forward and backward"):
+            chunk_gated_delta_rule(**given, ctx=ctx, output_final_state=True, workspace=cp_gdn.Workspace(small))
