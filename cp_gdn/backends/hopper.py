@@ -183,7 +183,7 @@ class HopperBackend:
                 self.settle(entered)
             if self.tables.counts[part]:
                 rows = self._rows(part, initial=initial, final=final is not None)
-                ends = Ends(rows=rows, start=entered.states if len(entered.states) else None, end=final)
+                ends = Ends(rows=rows, start=entered.states if entered.states.shape[0] else None, end=final)
                 replay(self.kernels.output, x, self.work[part], ends)
 
     def entry_states(self, saved: Tensor) -> Tensor:

@@ -209,7 +209,7 @@ class HopperKernels:
 
 
 def _if_any(states: Tensor) -> Tensor | None:
-    return states if len(states) else None
+    return states if states.shape[0] else None
 
 
 def _slab_work(tables: KernelTables, items: Tensor, group: int) -> list[SlabWork]:

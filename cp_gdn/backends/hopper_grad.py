@@ -55,13 +55,13 @@ def grad(kernel: Kernel, x: WalkInputs, steps: Tensor, tapes: Tapes, out: Kernel
         x: as the adjoint walk took it: v is dO. steps: [n, 4] int32, first row and count of a chunk, q/k head, chunk,
             in the order of ``tapes``.
     """
-    count = len(steps)
+    count = steps.shape[0]
     if not count:
         return
     maps = b"".join([tensor_map(t) for t in (x.k, x.q, x.v, out.v, out.q, out.k)])
     read = (tapes.states, tapes.adjoints, tapes.values, x.g.data_ptr(), x.beta.data_ptr(), x.prepared.at[2])
     written = [t.data_ptr() for t in (steps, out.q, out.k, out.g, out.beta)]
-    sizes = (len(x.v), x.v.shape[1], count, out.q.stride(0))
+    sizes = (*x.v.shape[:2], count, out.q.stride(0))
     blocks = min(_multiprocessors(x.v.device.index), count)
     kernel.launch((blocks,), maps + _TAIL.pack(*read, *written, x.scale, *sizes))
 

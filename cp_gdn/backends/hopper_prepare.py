@@ -95,13 +95,14 @@ def prepare(
     """
     q, k = queries_keys
     tokens, heads, value_heads = q.shape[0], q.shape[1], t.shape[1]
-    parts, base = prepared_parts(tokens, (heads, value_heads), len(chunks)), room.data_ptr()
+    count, base = chunks.shape[0], room.data_ptr()
+    parts = prepared_parts(tokens, (heads, value_heads), count)
     qk, bound, rstd = base, base + parts[1], base + parts[2] if kernel.l2norm else 0
-    if len(chunks):
+    if count:
         g, beta = gates
         pointers = (q.data_ptr(), k.data_ptr(), beta.data_ptr(), t.data_ptr(), qk, chunks.data_ptr())
         strides = (q.stride(0), q.stride(1), k.stride(0), k.stride(1))
         sizes = (tokens, value_heads, t.stride(0))
         params = _PARAMS.pack(*pointers, *strides, *sizes, g.data_ptr(), bound, rstd)
-        kernel.launch((len(chunks) * heads,), tensor_map(t) + params)
-    return Prepared(t=t, room=room, at=(qk, bound, rstd), heads=(heads, value_heads), chunks=len(chunks))
+        kernel.launch((count * heads,), tensor_map(t) + params)
+    return Prepared(t=t, room=room, at=(qk, bound, rstd), heads=(heads, value_heads), chunks=count)

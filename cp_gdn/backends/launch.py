@@ -47,9 +47,14 @@ def _driver() -> Any:
 def on_device(index: int) -> AbstractContextManager[None]:
     """The device is torch's current one inside, and its context the thread's: a thread that has made no runtime call
     yet has none."""
-    if getattr(_HERE, "bound", False) and torch.cuda.current_device() == index:
+    if torch.cuda.current_device() == index and (getattr(_HERE, "bound", False) or _has_context()):
+        _HERE.bound = True
         return _NOTHING
     return _bind(index)
+
+
+def _has_context() -> bool:
+    return int(check(_driver().cuCtxGetCurrent())) != 0
 
 
 @contextmanager
