@@ -9,6 +9,7 @@ import shutil
 import struct
 import subprocess
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -20,8 +21,9 @@ from torch import Tensor
 
 from cp_gdn import context, on_kernels
 from cp_gdn.backends import hopper, hopper_backward, hopper_fold, hopper_grad, hopper_prepare, hopper_walk
-from cp_gdn.backends.choice import BackendChoice
+from cp_gdn.backends.choice import TORCH, BackendChoice
 from cp_gdn.backends.cubins import source_folder
+from cp_gdn.comm import Comm
 
 PARAMS = {
     "prepare": "PrepareParams",
@@ -31,6 +33,7 @@ PARAMS = {
     "fold": "FoldParams",
 }
 COMPILER = shutil.which("g++")
+COMPILING = threading.Lock()
 FLAGS = ("-std=c++17", "-O1", "-w", "-shared", "-fPIC")
 
 
@@ -48,12 +51,18 @@ def folder() -> Path:
     return found
 
 
-@functools.cache
 def library(name: str, defines: tuple[tuple[str, int], ...]) -> ctypes.PyDLL:
-    """A kernel's variant, compiled."""
-    loaded = ctypes.PyDLL(str(compiled(name, defines)))  # one launch at a time, whatever the threads of a twin do
-    loaded.host_launch.restype = ctypes.c_char_p
-    return loaded
+    """A kernel's variant, compiled once, whichever thread of a twin asks first."""
+    with COMPILING:
+        return loaded(name, defines)
+
+
+@functools.cache
+def loaded(name: str, defines: tuple[tuple[str, int], ...]) -> ctypes.PyDLL:
+    """`library` of one thread."""
+    found = ctypes.PyDLL(str(compiled(name, defines)))  # one launch at a time, whatever the threads of a twin do
+    found.host_launch.restype = ctypes.c_char_p
+    return found
 
 
 def compiled(name: str, defines: tuple[tuple[str, int], ...]) -> Path:
@@ -96,6 +105,11 @@ def tensor_map(x: Tensor) -> bytes:
     return struct.pack("<16Q", *words, *(0,) * 10)
 
 
+def chosen(asked: dict[str, Any], comm: Comm) -> BackendChoice:
+    """The kernels for everybody who does not ask for torch."""
+    return TORCH if asked["backend"] == "torch" else BackendChoice(kind="hopper", reason="a test")
+
+
 @contextmanager
 def host_kernels(seed: int = 0) -> Iterator[None]:
     """Every context on the CPU takes the kernels inside."""
@@ -118,5 +132,5 @@ def host_kernels(seed: int = 0) -> Iterator[None]:
             patch.setattr(module, "on_device", lambda index: nullcontext())
         patch.setattr(hopper, "cubins", lambda variants: None)
         patch.setattr(hopper_grad, "_multiprocessors", lambda device: 3)
-        patch.setattr(context, "choose_backend", lambda asked, comm: BackendChoice(kind="hopper", reason="a test"))
+        patch.setattr(context, "choose_backend", chosen)
         yield
