@@ -17,9 +17,9 @@ from cp_gdn import library
 from cp_gdn.backends import hopper_conv
 from cp_gdn.backends.torch_conv import ConvInput
 from cp_gdn.checks import DTYPES, check_tensor, token_shape
+from cp_gdn.column_gradients import ColumnGradients
 from cp_gdn.halo import DeviceSide, Halo
 from cp_gdn.handles import RecomputeHandle, check_handle
-from cp_gdn.room import Room
 
 if TYPE_CHECKING:
     from cp_gdn.comm import Pending
@@ -50,7 +50,7 @@ def causal_conv1d(
 
 
 def convolve_part(
-    x: torch.Tensor, weight: torch.Tensor, ctx: Context, recompute: RecomputeHandle | None, room: Room
+    x: torch.Tensor, weight: torch.Tensor, ctx: Context, recompute: RecomputeHandle | None, room: ColumnGradients
 ) -> torch.Tensor:
     """`causal_conv1d` of a layer in eager mode, whose x is the first part of a room."""
     return _convolve((x, weight, None), ctx, "silu", recompute, room)
@@ -61,7 +61,7 @@ def _convolve(
     ctx: Context,
     activation: str | None,
     recompute: RecomputeHandle | None,
-    room: Room | None,
+    room: ColumnGradients | None,
 ) -> torch.Tensor:
     with ctx.comm.guard("causal_conv1d"):
         _check(*tensors, ctx, activation)
@@ -80,7 +80,7 @@ class _CausalConv(torch.autograd.Function):
         ctx: Context,
         activation: str | None,
         handle: RecomputeHandle | None,
-        room: Room | None,
+        room: ColumnGradients | None,
     ) -> torch.Tensor:
         halo = None if handle is None else handle.take("halo", ctx)
         y, saved = forward(x, weight, bias, ctx, activation, halo)
@@ -136,8 +136,10 @@ def backward(
         adj_halo = _finish(_start(edge, side, ctx, "HALO_GRAD"), edge)
         room = None if out is None else out.view(own.shape)
         dx, sums = form.backward(call, dy, side.taps, adj_halo, room)
-        dbias = None if bias is None else sums[-1].to(bias.dtype)
-        return dx.view(x.shape), sums[:-1].T.to(weight.dtype).contiguous(), dbias
+        # copies: results of an operator must not share memory
+        dbias = None if bias is None else sums[-1].to(bias.dtype, copy=True)
+        dweight = sums[:-1].T.to(weight.dtype, copy=True, memory_format=torch.contiguous_format)
+        return dx.view(x.shape), dweight, dbias
 
 
 # ---- the library entry: see library.py -------------------------------------------------------------------------------
@@ -173,9 +175,7 @@ def backward_op(
     context, bias = library.context_of(handle), tensors[3] if len(tensors) > 3 else None
     with context.comm.guard("causal_conv1d backward"):
         dx, dweight, dbias = backward(dy, (tensors[0], tensors[1], tensors[2], bias), context, activation)
-    dbias = library.empty_if_none(dbias, dweight)
-    # results must not share memory, and the sums of weight and bias may be rows of one tensor
-    return dx, dweight.clone(memory_format=torch.contiguous_format), dbias.clone()
+    return dx, dweight, library.empty_if_none(dbias, dweight)
 
 
 @backward_op.register_fake

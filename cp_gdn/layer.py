@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cp_gdn import library
+from cp_gdn.column_gradients import ColumnGradients, split_columns
 from cp_gdn.comm import Comm
 from cp_gdn.context import Context, build_context
 from cp_gdn.conv import causal_conv1d, convolve_part
@@ -25,7 +26,6 @@ from cp_gdn.handles import RecomputeHandle, handle_here
 from cp_gdn.layer_ops import gated_norm, gates
 from cp_gdn.layout import partition
 from cp_gdn.packing import packed_qkv_views
-from cp_gdn.room import Room, split_columns
 from cp_gdn.transport import CopyTransport, CopyWorld
 
 DT_RANGE = (1e-3, 0.1)
@@ -150,7 +150,7 @@ class GatedDeltaNet(nn.Module):
             room, (qkv, z) = None, qkvz.split(widths, dim=-1)
             qkv = causal_conv1d(qkv, self.conv_weight, None, ctx=ctx, recompute=handle)
         else:
-            room = Room(widths)
+            room = ColumnGradients(widths)
             qkv, z = split_columns(qkvz, room)
             qkv = convolve_part(qkv, self.conv_weight, ctx, handle, room)
         q, k, v = packed_qkv_views(qkv, self.heads, self.head_dims)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from cp_gdn import library
 from cp_gdn.backends import hopper_gates, hopper_norm
+from cp_gdn.column_gradients import ColumnGradients
 from cp_gdn.gates import sigmoid, silu, softplus
-from cp_gdn.room import Room
 
 if TYPE_CHECKING:
     from cp_gdn.context import Context
@@ -107,7 +107,9 @@ def _(dg: Tensor, dbeta: Tensor, ba: Tensor, a_log: Tensor, dt_bias: Tensor, *_:
 # ---- gated norm ------------------------------------------------------------------------------------------------------
 
 
-def gated_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float, ctx: Context, room: Room | None = None) -> Tensor:
+def gated_norm(
+    o: Tensor, z: Tensor, weight: Tensor, eps: float, ctx: Context, room: ColumnGradients | None = None
+) -> Tensor:
     """norm(o) * weight * silu(z), the RMS norm of every value head; o, z: [1, T, HV, V], weight: [V]. z may be the
     second part of a room."""
     if ctx.device.type != "cuda" or not o.dtype == z.dtype == ctx.dtype or not _norm_fits(ctx.handle):
@@ -141,7 +143,9 @@ def _norm_kernels(handle: int) -> hopper_norm.NormKernels:
 
 class _GatedNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, o: Tensor, z: Tensor, weight: Tensor, handle: int, eps: float, room: Room | None) -> Tensor:
+    def forward(
+        ctx: Any, o: Tensor, z: Tensor, weight: Tensor, handle: int, eps: float, room: ColumnGradients | None
+    ) -> Tensor:
         ctx.save_for_backward(o, z, weight)
         ctx.call = handle, eps, room
         return _norm_forward(o, z, weight, handle, eps)

@@ -2,17 +2,12 @@
 // write the gradients of gate and beta.
 #pragma once
 #include "chunk.cuh"
+#include "group.cuh"
 
-#ifndef GROUP
-#define GROUP 3
-#endif
-#ifndef L2NORM
-#define L2NORM 0
-#endif
 constexpr int HELPER_REGISTERS = 56, WORKER_REGISTERS = 152;
 constexpr float BETA_FLOOR = 0x1p-40f;  // as in inverse.cuh
 
-struct Step { int first_row, count, head, unused; };  // a chunk and a q/k head
+struct alignas(16) Step { int first_row, count, head, chunk; };  // a chunk and a q/k head
 
 struct GradParams {
     TensorMap k, q, dout, dv, dq_map, dk_map;  // [tokens, heads, 128] bf16, boxes of 64 channels x 1 head x 64 tokens
@@ -45,9 +40,9 @@ struct Place { int step, item, head, value_head; int2 chunk; int image; };  // o
 template <typename Work> __device__ __forceinline__ void each_step(const GradParams& p, Work work) {
     int step = 0, item = 0;
     for (int w = blockIdx.x; w < p.num_steps; w += gridDim.x, item++) {
-        const int4 at = *reinterpret_cast<const int4*>(p.steps + w);
+        const Step at = p.steps[w];
         for (int member = 0; member < GROUP; member++, step++)
-            work(Place{step, item, at.z, at.z * GROUP + member, make_int2(at.x, at.y), w * GROUP + member}, member);
+            work(Place{step, item, at.head, at.head * GROUP + member, make_int2(at.first_row, at.count), w * GROUP + member}, member);
     }
 }
 

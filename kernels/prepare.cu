@@ -7,12 +7,7 @@
 // L2NORM: q and k are raw; their norms scale the products and are written to rstd.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
-#ifndef GROUP
-#define GROUP 3
-#endif
-#ifndef L2NORM
-#define L2NORM 0
-#endif
+#include "group.cuh"
 #include "inverse.cuh"
 
 struct PrepareParams {

@@ -24,11 +24,6 @@ __device__ __forceinline__ void barrier_wait(u64* bar, u32 parity) {
         "{\n.reg .pred p;\nWAIT:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra DONE;\nbra WAIT;\nDONE:\n}" ::
             "r"(smem_addr(bar)), "r"(parity) : "memory");
 }
-__device__ __forceinline__ bool barrier_test(u64* bar, u32 parity) {
-    u32 done;
-    asm volatile("{.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;}" : "=r"(done) : "r"(smem_addr(bar)), "r"(parity) : "memory");
-    return done;
-}
 __device__ __forceinline__ void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 template <int ID, int THREADS> __device__ __forceinline__ void named_barrier() {
@@ -98,11 +93,6 @@ __device__ __forceinline__ u32 transpose8x8(u32 x) {  // of a warp's fragment of
     asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(x));
     return r;
 }
-__device__ __forceinline__ void mma_bf16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
 __device__ __forceinline__ void mma_fp16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
@@ -163,12 +153,6 @@ template <int A_MN> __device__ __forceinline__ void wgmma_ss64_mn(float (&d)[32]
     asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" R32 "}, %32, %33, 1, 1, 1, %34, 1;"
         : D32(d, 0) : "l"(a), "l"(b), "n"(A_MN));
 }
-// a K-major and b K-major in shared memory, n = 32.
-__device__ __forceinline__ void wgmma_ss32(float (&d)[16], u64 a, u64 b, int add) {
-    asm volatile("{.reg .pred p; setp.ne.b32 p, %18, 0;\nwgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, %16, %17, p, 1, 1, 0, 0;}"
-        : D8(d, 0), D8(d, 8) : "l"(a), "l"(b), "r"(add));
-}
-
 // ---- copies without a tensor map ------------------------------------------------------------------------------------
 // One 16-byte (or 4-byte) unit of global memory, or zeros without reading it.
 __device__ __forceinline__ void copy_async16(u32 dst, const void* src, bool read) {

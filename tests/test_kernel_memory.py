@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -24,8 +26,9 @@ MEMORY = [  # case, states of documents, options
 ]
 
 
-def bound_by(comm: Comm, case: tuple, states: bool, options: Options) -> None:
-    """A step in a workspace of what the query says, and one that counts what autograd holds."""
+def bound_by(comm: Comm, case: tuple, states: bool, options: Options) -> list[tuple[object, object]]:
+    """Pairs of what was found and what the queries say: of a step in a workspace of the size they give, and of one
+    whose saved tensors are counted."""
     x, align = inputs(), 64 if str(case[2]).startswith("grid") else 1
     part = partition(BOUNDS, comm.size, case[1], align=align)
     ctx = build_context(part, comm, heads=HEADS, segments=case[2], exchange=case[3], options=options)
@@ -45,18 +48,21 @@ def bound_by(comm: Comm, case: tuple, states: bool, options: Options) -> None:
     want = step(None)
     kept = cp_gdn.saved_bytes(ctx, initial_state=states)
     others = held[5:] if options.keeps_states else []
-    assert sum(t.numel() * t.element_size() for t in others) == kept["states"] + kept["maps"] + kept["owned_maps"]
-    assert sum(t.numel() * t.element_size() for t in held[:5]) == kept["inputs"]
     room.memory.fill_(255)
-    for got, value in zip(step(room), want, strict=True):
-        assert torch.equal(got, value)
-    assert room.bound == {phase: layout.nbytes(phase) for phase in ("forward", "backward")}
+    return [
+        (sum(t.numel() * t.element_size() for t in others), kept["states"] + kept["maps"] + kept["owned_maps"]),
+        (sum(t.numel() * t.element_size() for t in held[:5]), kept["inputs"]),
+        ([torch.equal(got, value) for got, value in zip(step(room), want, strict=True)], [True] * len(want)),
+        (room.bound, {phase: layout.nbytes(phase) for phase in ("forward", "backward")}),
+    ]
 
 
 @pytest.mark.parametrize(("case", "states", "options"), MEMORY, ids=str)
 def test_a_call_binds_and_keeps_what_the_queries_say(case: tuple, states: bool, options: Options) -> None:
     with doubles():
-        twin(case[0], lambda comm: bound_by(comm, case, states, options))
+        ranks = twin(case[0], lambda comm: bound_by(comm, case, states, options))
+    for found, said in itertools.chain(*ranks):
+        assert found == said
 
 
 def test_a_workspace_without_room_for_states_of_documents_is_refused_where_they_come_in() -> None:

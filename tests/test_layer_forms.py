@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cp_gdn import Comm, build_context, partition
 from cp_gdn.backends import hopper_conv, hopper_gates, hopper_layer, hopper_norm
 from cp_gdn.backends.choice import TORCH, WAY_OUT, BackendChoice
+from cp_gdn.column_gradients import ColumnGradients, split_columns
 from cp_gdn.gates import sigmoid, silu
 from cp_gdn.layer_ops import gated_norm, gates, torch_gates, torch_norm
 from cp_gdn.options import Options
-from cp_gdn.room import Room, split_columns
 
 # ---- the choice ------------------------------------------------------------------------------------------------------
 
@@ -112,7 +112,7 @@ class Doubled(torch.autograd.Function):
     """2 x; the gradient is written into a part of a room, or nowhere."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, room: Room, part: int | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, room: ColumnGradients, part: int | None) -> Tensor:
         ctx.place = room, part
         return 2 * x
 
@@ -125,7 +125,7 @@ class Doubled(torch.autograd.Function):
 @pytest.mark.parametrize("written", [(0, 1), (None, 1), (0, None), (None, None)])
 def test_gradients_of_split_columns_are_joined_wherever_they_were_written(written: tuple[int | None, ...]) -> None:
     x, dy = (torch.arange(15.0).reshape(1, 3, 5) + i for i in range(2))
-    room = Room((3, 2))
+    room = ColumnGradients((3, 2))
     leaf = x.requires_grad_()
     parts = split_columns(leaf, room)
     y = torch.cat([Doubled.apply(part, room, place) for part, place in zip(parts, written, strict=True)], dim=-1)
@@ -136,7 +136,7 @@ def test_gradients_of_split_columns_are_joined_wherever_they_were_written(writte
 
 
 def test_parts_that_were_written_in_a_room_are_not_copied() -> None:
-    room, like = Room((3, 2)), torch.zeros(1, 4, 1)
+    room, like = ColumnGradients((3, 2)), torch.zeros(1, 4, 1)
     parts = [room.part(1, like), room.part(0, like)][::-1]
     assert room.joined(parts).data_ptr() == parts[0].data_ptr()
     assert parts[1].stride() == (20, 5, 1)
@@ -232,7 +232,7 @@ def test_through_function_and_operator_gradients_are_those_of_the_torch_form(
 
 def test_the_norms_gradient_of_z_goes_to_its_room(ctx: Any) -> None:
     o, z, weight = (normal(*shape).requires_grad_() for shape in PARTS["norm"][0])
-    room = Room((3, 16))
+    room = ColumnGradients((3, 16))
     y = gated_norm(o, z, weight, 1e-6, ctx, room)
     dz = torch.autograd.grad(y.sum(), z)[0]
     assert dz.data_ptr() == room.part(1, normal(1, 5, 1)).data_ptr()

@@ -128,7 +128,7 @@ class HopperBackend:
         made = prepare(self.kernels.prepare[x.l2norm], (q, k), (g, beta), self.chunks, t, room.take("prepared"))
         return WalkInputs(q=q, k=k, v=v, g=g, beta=beta, chunks=self.chunks, prepared=made, scale=x.scale)
 
-    def rows(self, room: Room, name: str, count: int) -> Tensor:
+    def buffer(self, room: Room, name: str, count: int) -> Tensor:
         """Scratch of that name, or ``count`` rows of their own where they are saved."""
         return room.take(name) if room.holds(name) else self.new_states(count)
 
@@ -138,7 +138,7 @@ class HopperBackend:
         tables, walk = self.tables, TRANSFER if states is None else SUMMARY
         if self.alone:
             return Summarized(maps=self.new_states(0), offsets=self.nothing, dropped=None)
-        maps = self.rows(room, "maps", tables.num_maps)
+        maps = self.buffer(room, "maps", tables.num_maps)
         dropped = None if self.cutoff is None else room.take("dropped")
         offsets = self.nothing if states is None else room.take("offsets")
         ends = Ends(rows=self._rows(walk, initial=initial), start=states, end=offsets)
@@ -150,7 +150,7 @@ class HopperBackend:
     def enter(self, comm: Comm, x: WalkInputs, initial: Tensor | None, purpose: str, room: Room) -> Entered:
         """Summarize, fold what needs no message, and begin the exchange."""
         tables, side, has_initial = self.tables, self.tables.side, initial is not None
-        states = self.rows(room, "states", tables.num_rows[has_initial])
+        states = self.buffer(room, "states", tables.num_rows[has_initial])
         if initial is not None:
             states[side.start_state] = initial[side.start_row]
         found = self.summarized(x, states, room, initial=has_initial)

@@ -1,5 +1,6 @@
 """Inputs of the kernel tests, one call of every kernel on them, and the fp64 oracle."""
 
+import itertools
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +33,10 @@ from cp_gdn.tables import upload
 from tests.gpu.tile_emulator import head_errors
 
 SCALE = 128**-0.5
+PACKS = ([192], [64, 37, 200, 5, 130], [1, 64, 65, 63], [300])
+GATES = ("none", "model", "A16", "reset")
+CASES = [(lengths, gate, 3) for lengths, gate in itertools.product(PACKS, GATES)]
+CASES += [([130, 70], "model", group) for group in (1, 2, 4, 8)]
 
 
 def inputs(lengths: list[int], gate: str, group: int, seed: int = 0) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cp_gdn.backends.hopper_walk import Items, Summaries, load_adjoint, load_walk, summarize
-from tests.gpu.kernel_cases import Work, heads_of, inputs, oracle, prepared_by, run, squares, summary, worst_head
+from tests.gpu.kernel_cases import CASES, Work, heads_of, inputs, oracle, prepared_by, run, squares, summary, worst_head
 
 pytestmark = [
     pytest.mark.gpu,
@@ -16,10 +16,6 @@ pytestmark = [
     ),
 ]
 
-PACKS = ([192], [64, 37, 200, 5, 130], [1, 64, 65, 63], [300])
-GATES = ("none", "model", "A16", "reset")
-CASES = [(lengths, gate, 3) for lengths, gate in itertools.product(PACKS, GATES)]
-CASES += [([130, 70], "model", group) for group in (1, 2, 4, 8)]
 OUTPUT_BUDGET, INVERSE_BUDGET, SCORE_BUDGET = 5e-3, 2.0**-8, 5e-4
 """docs/design.md, kernels: bf16 operands cost 2.4e-3 to 4.9e-3 of o and S; rounding costs at most 2**-8 of T (bf16) and
 2**-11 of Q K^T (fp16)."""

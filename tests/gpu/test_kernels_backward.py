@@ -1,11 +1,9 @@
 """The backward kernels against fp64 on one GPU, within what bf16 operands cost (the tile emulator says how much)."""
 
-import itertools
-
 import pytest
 import torch
 
-from tests.gpu.kernel_cases import inputs, oracle, run, run_backward
+from tests.gpu.kernel_cases import CASES, inputs, oracle, run, run_backward
 from tests.gpu.tile_emulator import drawn_errors, head_errors
 
 pytestmark = [
@@ -15,10 +13,6 @@ pytestmark = [
     ),
 ]
 
-PACKS = ([192], [64, 37, 200, 5, 130], [1, 64, 65, 63], [300])
-GATES = ("none", "model", "A16", "reset")
-CASES = [(lengths, gate, 3) for lengths, gate in itertools.product(PACKS, GATES)]
-CASES += [([130, 70], "model", group) for group in (1, 2, 4, 8)]
 GRADIENTS = ("dq", "dk", "dv", "dg", "dbeta", "dstart")
 
 

@@ -21,8 +21,7 @@ inline void barrier_init(u64* bar, u32 arrivals) { host_barrier(bar) = {static_c
 inline void barrier_arrive(u64* bar) { host_barrier(bar).pending--, host_settle(host_barrier(bar)), host::block.moves++; }
 inline void barrier_expect(u64* bar, u32 bytes) { host_barrier(bar).state += 2 * static_cast<int>(bytes), barrier_arrive(bar); }
 inline void host_bytes(u64* bar, u32 bytes) { host_barrier(bar).state -= 2 * static_cast<int>(bytes), host_settle(host_barrier(bar)); }
-inline bool barrier_test(u64* bar, u32 parity) { return static_cast<u32>(host_barrier(bar).state & 1) != parity; }
-inline void barrier_wait(u64* bar, u32 parity) { host::block.wait([=] { return barrier_test(bar, parity); }); }
+inline void barrier_wait(u64* bar, u32 parity) { host::block.wait([=] { return static_cast<u32>(host_barrier(bar).state & 1) != parity; }); }
 inline void fence_barrier_init() {}
 inline void fence_async() {}
 template <int ID, int THREADS> void named_barrier() { host::block.meet(host::named(ID), host::thread(), THREADS, 0); }
@@ -137,9 +136,6 @@ template <typename Value> void host_mma(float (&d)[4], const u32 (&a)[4], u32 b0
             }
     });
 }
-inline void mma_bf16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    host_mma(d, a, b0, b1, 16, [](u32 x, int i) { return of_bf16(x >> i * 16 & 0xffff); });
-}
 inline void mma_fp16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     host_mma(d, a, b0, b1, 16, [](u32 x, int i) { return of_half(static_cast<uint16_t>(x >> i * 16)); });
 }
@@ -187,4 +183,3 @@ inline void wgmma_ss64_new(float (&d)[32], u64 a, u64 b) { host_wgmma(64, d, nul
 inline void wgmma_rs128_mn(float (&d)[64], const u32* a, u64 b) { host_wgmma(128, d, a, 0, false, b, true, true); }
 inline void wgmma_rs64_mn(float (&d)[32], const u32* a, u64 b, int add) { host_wgmma(64, d, a, 0, false, b, true, add); }
 template <int A_MN> void wgmma_ss64_mn(float (&d)[32], u64 a, u64 b) { host_wgmma(64, d, nullptr, a, A_MN, b, true, true); }
-inline void wgmma_ss32(float (&d)[16], u64 a, u64 b, int add) { host_wgmma(32, d, nullptr, a, false, b, false, add); }

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 
-class Room:
+class ColumnGradients:
     """The gradient of columns that were split off each other, one tensor that the parts' gradients are written into.
 
-    One room serves one forward; backwards of it run one after the other. widths: of the parts, in order.
+    One object serves one forward; backwards of it run one after the other. widths: of the parts, in order.
     """
 
     __slots__ = ("_rows", "widths")
@@ -38,7 +38,7 @@ class Room:
 
 class _Split(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, room: Room) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, room: ColumnGradients) -> tuple[Tensor, ...]:
         ctx.room = room
         return x.split(room.widths, dim=-1)
 
@@ -47,7 +47,7 @@ class _Split(torch.autograd.Function):
         return ctx.room.joined(grads), None
 
 
-def split_columns(x: Tensor, room: Room) -> tuple[Tensor, ...]:
+def split_columns(x: Tensor, room: ColumnGradients) -> tuple[Tensor, ...]:
     """x.split(room.widths, dim=-1), views whose gradients are collected in the room."""
     parts: tuple[Tensor, ...] = _Split.apply(x, room)
     return parts
