@@ -14,7 +14,7 @@ VARIANTS = [
     if defines.get("GROUP", 3) in (1, 3, 8) and (defines.get("GROUP") == 3 or not defines.get("L2NORM"))
     if defines.get("WIDTH", 4) in (2, 4, 8)
 ]
-SPILLED = {"grad": 96}
+SPILLED = {"grad": 76}
 """Bytes that a kernel may spill; `grad` keeps counters and row sums of a step there, beside 112 KB of tiles."""
 
 

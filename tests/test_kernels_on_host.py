@@ -31,7 +31,7 @@ CASES = {  # lengths, (H, HV), P, gate, raw q and k
     "segments, maps that vanish": ((330,), (1, 2), 4, "fast", False),
     "raw rows, three heads a group": ((66,), (1, 3), 1, "model", True),
 }
-BUDGETS = {"o": 5e-3, "dq": 5e-3, "dk": 5e-3, "dv": 5e-3, "dg": 1e-2, "dbeta": 8e-3}
+BUDGETS = {"o": 5e-3, "dq": 5e-3, "dk": 5e-3, "dv": 5e-3, "dg": 8e-3, "dbeta": 8e-3}
 """bf16 operands cost this much, see the tests on a GPU; sums of other order on a CPU."""
 
 
