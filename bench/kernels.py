@@ -51,7 +51,7 @@ class Pack:
     forward: hopper_walk.WalkInputs
     mirror: hopper_walk.WalkInputs
     out: hopper_grad.KernelGradients
-    tapes: hopper_walk.Tapes
+    tapes: hopper_walk.SlabTapes
     states: torch.Tensor
     prepare: Callable[[], object]
 
@@ -71,17 +71,17 @@ class Pack:
         kernels = cp_gdn.build_context(part, cp_gdn.Comm.alone(), backend="hopper", **asked).kernels  # type: ignore
         assert kernels is not None
         x = Inputs(q=q, k=k, v=v, g=g, beta=beta, scale=128**-0.5, l2norm=False)
-        buffers = kernels.buffers("backward", document_states=False)
-        room = Room(buffers, torch.device("cuda"))
-        forward, out = kernels.begin(x, room)
+        room, tape = Room(kernels.buffers("backward", kept=True, document_states=False), v.device), kernels.new_tape()
+        kernels.forward.prepare(x, dout, room, tape)
+        forward, out = kernels.begin(x, room, tape)
         return cls(
             kernels=kernels,
             forward=forward,
             mirror=replace(forward, v=dout),
             out=out,
-            tapes=hopper_walk.Tapes(room=room.take("tapes"), places=kernels.places),
+            tapes=hopper_walk.SlabTapes(room=room.take("slab"), places=kernels.places, zero=0),
             states=torch.zeros(kernels.forward.tables.num_segments, value_heads, 128, 128, device="cuda"),
-            prepare=lambda: kernels.forward.prepare(x, out.v, Room(buffers, torch.device("cuda"))),
+            prepare=lambda: kernels.forward.prepare(x, out.v, room, tape),
         )
 
     def launches(self) -> dict[str, Callable[[], object]]:

@@ -1,12 +1,12 @@
 """Time what a rank does on the host before the first step on a new pack: partition, segments, plan and tables.
 
     python bench/plan_time.py [--world 4,16] [--heads 2,6 --heads 16,48] [--documents 1,4,12,24] [--repeats 50]
-                              [--layout zigzag ...] [--device cpu] [--conv 4] [--scale] [--kernels] [--clock cpu]
-                              [--json] [--out FILE.json]
+                              [--layout zigzag ...] [--device cpu] [--conv 4] [--scale] [--tables torch,kernels]
+                              [--clock cpu] [--json] [--out FILE.json]
     python bench/plan_time.py --cuda ...
 
-`--kernels` adds the tables of the Hopper kernels. `--cuda` prepares for a GPU and the kernels, idle and behind 100 ms
-of queued work, and gives the ratio of the two medians.
+`--tables`: those of the torch backend, those of the Hopper kernels, or a row for each. `--cuda` prepares for a GPU,
+idle and behind 100 ms of queued work, and gives the ratio of the two medians.
 
 Every repeat starts from a list of boundaries. The agreement through the store is not in it: it waits for the slowest
 rank. `--scale` adds 5,000 documents and W = 1024 with 64 M tokens in 10,000 documents. Tables with an entry per token
@@ -17,6 +17,7 @@ caches and clock rate.
 
 import argparse
 import datetime
+import itertools
 import json
 import os
 import platform
@@ -47,6 +48,7 @@ from cp_gdn.tables import upload
 
 LAYOUTS = ("contiguous", "zigzag", "zigzag_per_document")
 TOKENS = 261_987
+TABLES = ("torch", "kernels")
 STAGES = ("partition", "segments", "plan_tables", "total")
 SLEEP_100_MS = 200_000_000
 """Clock cycles, at up to 2 GHz."""
@@ -87,6 +89,7 @@ class Case:
     world: int
     layout: str
     heads: tuple[int, int]
+    tables: str
 
     def bounds(self) -> list[int]:
         cuts = np.random.default_rng(self.documents).choice(self.tokens - 1, self.documents - 1, replace=False) + 1
@@ -118,14 +121,16 @@ def prepare(case: Case, bounds: list[int], how: How) -> tuple[Plan, dict[str, fl
 def _kernel_tables(part: Partition, plan: Plan, exchange: str, heads: tuple[int, int]) -> None:
     """What `assemble_context` makes for the kernels, where there is no GPU to load them."""
     chains = build_chains(plan, steps_on=exchange == "ring")
-    schedule, routes = build_schedule(part, plan, chains), build_routes(exchange, part, plan, chains)
+    schedule = build_schedule(part, plan, chains, lists_chunks=False)
+    routes = build_routes(exchange, part, plan, chains)
     upload(for_kernels(plan, schedule, routes, heads), torch.device("cpu"))
 
 
 def row(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     """Medians in microseconds of the stages, and the least and the most of each."""
     bounds = case.bounds()
-    how = How(device=torch.device(args.device), kernels=args.kernels, clock=args.clock, conv_width=args.conv)
+    kernels = case.tables == "kernels"
+    how = How(device=torch.device(args.device), kernels=kernels, clock=args.clock, conv_width=args.conv)
     plan, _, exchange = prepare(case, bounds, how)
     if how.device.type == "cuda":
         torch.cuda.synchronize()
@@ -136,6 +141,7 @@ def row(case: Case, args: argparse.Namespace) -> dict[str, Any]:
         "world": case.world,
         "layout": case.layout,
         "heads": f"{case.heads[0]},{case.heads[1]}",
+        "tables": case.tables,
         "exchange": exchange,
         "p": plan.p,
         "segments": len(plan.segments),
@@ -164,20 +170,21 @@ def prepare_behind_work(case: Case, bounds: list[int], how: How) -> float:
 
 
 def cases(args: argparse.Namespace) -> Iterator[Case]:
-    for world in args.world:
-        for heads in args.heads or [(2, 6), (16, 48)]:
-            for layout in args.layout or LAYOUTS:
-                for documents in args.documents:
-                    yield Case(tokens=TOKENS, documents=documents, world=world, layout=layout, heads=heads)
-    if args.scale:
-        for layout in args.layout or LAYOUTS:
-            yield Case(tokens=TOKENS, documents=5_000, world=4, layout=layout, heads=(16, 48))
-            yield Case(tokens=64_000_000, documents=10_000, world=1024, layout=layout, heads=(16, 48))
+    layouts = args.layout or LAYOUTS
+    usual = itertools.product(args.world, args.heads or [(2, 6), (16, 48)], layouts, args.documents, args.tables)
+    for world, heads, layout, documents, tables in usual:
+        yield Case(tokens=TOKENS, documents=documents, world=world, layout=layout, heads=heads, tables=tables)
+    if not args.scale:
+        return
+    for layout, tables in itertools.product(layouts, args.tables):
+        yield Case(tokens=TOKENS, documents=5_000, world=4, layout=layout, heads=(16, 48), tables=tables)
+        yield Case(tokens=64_000_000, documents=10_000, world=1024, layout=layout, heads=(16, 48), tables=tables)
 
 
 def print_row(found: dict[str, Any]) -> None:
     times = "".join(f"{found[f'{stage}_us']:12.0f}" for stage in STAGES)
     shape = f"{found['world']:5} {found['layout']:19} {found['heads']:>5} {found['documents']:9} {found['exchange']:>5}"
+    shape += f" {found['tables']:>7}"
     busy = f"  busy {found['busy_total_us']:.0f}, x {found['busy_ratio']}" if "busy_ratio" in found else ""
     print(
         f"{shape} {found['p']:3}{times}  {found['total_us_spread'][0]:8.0f} to {found['total_us_spread'][1]:.0f}{busy}"
@@ -202,6 +209,13 @@ def ints(text: str) -> list[int]:
     return [int(n) for n in text.split(",")]
 
 
+def kinds_of_tables(text: str) -> list[str]:
+    found = text.split(",")
+    if not set(found) <= set(TABLES):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected some of {', '.join(TABLES)}")
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--world", type=ints, default=[4, 16])
@@ -212,17 +226,17 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--conv", type=int, default=0, metavar="WIDTH", help="with the halo of a convolution")
     parser.add_argument("--scale", action="store_true", help="thousands of documents, and a thousand ranks, too")
-    parser.add_argument("--kernels", action="store_true", help="with the tables of the Hopper kernels")
-    parser.add_argument("--cuda", action="store_true", help="--device cuda --kernels, and again behind 100 ms of work")
+    parser.add_argument("--tables", type=kinds_of_tables, default=[*TABLES], help="torch, kernels, or both")
+    parser.add_argument("--cuda", action="store_true", help="--device cuda, and again behind 100 ms of work")
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if args.cuda:
-        args.device, args.kernels = "cuda", True
+        args.device = "cuda"
     torch.set_num_threads(1)
     if not args.json:
-        print("world layout              heads documents  exch   P   partition    segments plan_tables       total us")
+        print("world layout              heads documents  exch  tables   P" + "".join(f"{x:>12}" for x in STAGES), "us")
     rows = []
     for case in cases(args):
         rows.append(row(case, args))

@@ -11,6 +11,7 @@ from cp_gdn.comm import Comm, CommFailed, PlanDisagreement
 from cp_gdn.context import Context, build_context
 from cp_gdn.conv import causal_conv1d
 from cp_gdn.entries import backward, chunk_gated_delta_rule, forward
+from cp_gdn.graphs import GraphCache, GraphResults
 from cp_gdn.handles import RecomputeHandle
 from cp_gdn.layer import GatedDeltaNet
 from cp_gdn.layout import Fragment, Partition, partition
@@ -29,6 +30,8 @@ __all__ = [
     "Fragment",
     "GDNContextParallel",
     "GatedDeltaNet",
+    "GraphCache",
+    "GraphResults",
     "InputGradients",
     "Options",
     "Partition",

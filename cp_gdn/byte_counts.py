@@ -19,6 +19,7 @@ from cp_gdn.context import Context
 from cp_gdn.layout import Partition
 from cp_gdn.options import Options
 from cp_gdn.plan import Ints, chunk_counts, segment_counts
+from cp_gdn.recompute import EXPLICIT, saves_tapes
 
 FORWARD = ("STATE", "STATE_HOME", "HALO")
 """Purposes of a forward's messages; all others are a backward's."""
@@ -103,14 +104,16 @@ def saved_bytes(ctx: Context, *, use_qk_l2norm_in_kernel: bool = False, initial_
     Returns:
         ``inputs`` (q, k, v, g, beta: the caller's own tensors, held, not copied; g and beta counted in
         ``ctx.state_dtype``), ``states`` (entry states), ``maps`` and ``owned_maps`` (0 without ``save_transfer``; the
-        latter only with a2a), ``tapes`` (0 without ``save="full"``). With ``boundary="recompute"`` all but the inputs
-        are 0, and initial states that are given are held too.
+        latter only with a2a), ``tapes`` (of a call outside of checkpoints). With ``boundary="recompute"`` all but the
+        inputs are 0, and initial states that are given are held too.
     """
     layer = layer_of(ctx)
     kept = {name: int(each[ctx.rank]) for name, each in kept_by_rank(layer, l2norm=use_qk_l2norm_in_kernel).items()}
     if ctx.kernels is not None:
         rows = ctx.options.keeps_states * ctx.kernels.saved_rows(initial=initial_state)
-        kept |= {"states": rows * ctx.heads[1] * layer.state_bytes, "tapes": 0}
+        saves = saves_tapes(ctx.options, EXPLICIT, small=True)
+        tapes = ctx.kernels.sizes.tape if saves else 0
+        kept |= {"states": rows * ctx.heads[1] * layer.state_bytes, "tapes": tapes}
     return kept
 
 

@@ -30,9 +30,9 @@ class Times:
     Attributes:
         prepare, grad: the stages without a chain, per chunk of the even share.
         walk_output, walk_states, walk_adjoint: the walks that emit o, S and Vn, dS and dV. walk_summary: the walk for B
-            and the one for M. adjoint_summary: the adjoint walk for the offset alone.
+            and M. adjoint_summary: the adjoint walk for the offset alone.
         stream_output, stream_states, stream_adjoint, stream_summary, stream_adjoint_summary: the same walks.
-        segment: start and end of a segment on its SM.
+        segment: start and end of what a block walks, a segment or a run of short ones.
         fold_hop: one hop of a fold or of a composition. dropped_hop: one whose map the decay bound has removed.
         launch: one kernel launch. exchange: one message hop. collective: one all-to-all. link_mib: one MiB on the link.
     """

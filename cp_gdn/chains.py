@@ -21,6 +21,8 @@ from cp_gdn.listing import chain_order as chain_order
 from cp_gdn.plan import Index, Plan
 
 ZERO_ONE = np.arange(2)
+SPAN = 1 << 40
+"""More than twice the steps of a kind of hops."""
 
 COMPOSE, LOCAL, INNER_INDEPENDENT, INNER_DEPENDENT, COMPOSE_MAPS, LEVEL = range(6)
 """Kinds of hops: see `Chains`. LEVEL + t: exits of what `t` hops between ranks led to."""
@@ -50,15 +52,14 @@ def sorted_hops(columns: Ints) -> dict[int, Hops]:
     kind, step, later = columns[:3]
     if not len(kind):
         return {}
-    span = 2 * int(np.maximum.reduce(step)) + 2
-    key = kind * span + 2 * step + later
+    key = kind * SPAN + 2 * step + later
     order = key.argsort(kind="stable")
     table = columns[3:].take(order, axis=1)
     keys, ends = groups(key[order])
     steps: dict[int, list[tuple[int, bool]]] = {}
     first: dict[int, int] = {}
     for run, begin, end in zip(keys, ends, ends[1:], strict=False):
-        of, rest = divmod(run, span)
+        of, rest = divmod(run, SPAN)
         if of not in first:
             first[of], steps[of] = begin, []
         steps[of].append((end - begin, rest % 2 == 0))

@@ -32,6 +32,20 @@ T = TypeVar("T")
 _NO_FAILURES = tuple(filter(None, (getattr(torch.utils.checkpoint, "_StopRecomputationError", None),)))
 
 
+class Guard:
+    """What `Comm.guard` gives; a class of its own, since every call enters one and a generator's costs more."""
+
+    def __init__(self, comm: "Comm", what: str) -> None:
+        self._comm, self._what = comm, what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is not None and not isinstance(error, (CommFailed, PlanDisagreement, *_NO_FAILURES)):
+            self._comm.fail(f"{self._what}: {type(error).__name__}: {error}")  # every rank raises the others by itself
+
+
 class Comm:
     """The ranks of one process group. Make it once per group, on every member and in the same order; contexts share it.
 
@@ -165,17 +179,10 @@ class Comm:
         mine = json.dumps({"call": what, **fields})
         return [json.loads(each) for each in self._collect(f"agree/{self._agreements}", f"agreeing on {what}", mine)]
 
-    @contextmanager
-    def guard(self, what: str) -> Iterator[None]:
+    def guard(self, what: str) -> "Guard":
         """Around work that the other ranks count on: an exception inside fails the whole group, with its text."""
         self._check()
-        try:
-            yield
-        except (CommFailed, PlanDisagreement, *_NO_FAILURES):
-            raise  # every rank raises these by itself
-        except BaseException as error:
-            self.fail(f"{what}: {type(error).__name__}: {error}")
-            raise
+        return Guard(self, what)
 
     def fail(self, reason: str) -> None:
         """Tell the others that this rank failed and why, then close the duplicate group. For one rank: does nothing."""

@@ -1,7 +1,7 @@
 """A context: partition, plan, routes and tables of one pack on this rank, built once and shared by all layers and
 steps."""
 
-import hashlib
+import functools
 import itertools
 import logging
 import weakref
@@ -9,11 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from cp_gdn._version import __version__
 from cp_gdn.backends.choice import TORCH, BackendChoice, choose_backend
 from cp_gdn.backends.hopper_backward import HopperKernels
 from cp_gdn.backends.hopper_tables import for_kernels
@@ -24,15 +22,16 @@ from cp_gdn.calibration import Calibration, calibration_for
 from cp_gdn.chains import build_chains
 from cp_gdn.checks import check_comm, check_context
 from cp_gdn.comm import Comm
+from cp_gdn.digest import digest_fields
 from cp_gdn.exchange import Choice, Routes, Sizes, build_routes, choose
 from cp_gdn.halo import Halo, build_halo, device_halo
 from cp_gdn.layout import Partition
 from cp_gdn.options import Options
 from cp_gdn.plan import Plan, build_plan
-from cp_gdn.recompute import release
 from cp_gdn.schedule import Schedule, build_schedule
 from cp_gdn.segments import SegmentChoice, resolve_segments
 from cp_gdn.tables import upload
+from cp_gdn.traced import Traced, traced_of
 
 log = logging.getLogger("cp_gdn")
 
@@ -51,6 +50,7 @@ class Context:
         plan, schedule, routes, halo: see their modules; tables are on ``device``.
         last_call: what the last call of the op on this context ran, and why (docs/design.md has the keys).
         handle: key of this context in `CONTEXTS`; a number is never used again, as an address would be.
+        traced: what compilers read.
     """
 
     partition: Partition
@@ -73,9 +73,11 @@ class Context:
     asked: dict[str, Any]
     last_call: dict[str, Any] = field(default_factory=dict)
     handle: int = field(init=False, default_factory=itertools.count(1).__next__)
+    traced: Traced = field(init=False)
 
     def __post_init__(self) -> None:
         CONTEXTS[self.handle] = self
+        object.__setattr__(self, "traced", traced_of(self))
 
     @property
     def rank(self) -> int:
@@ -84,6 +86,16 @@ class Context:
     @property
     def world_size(self) -> int:
         return self.comm.size
+
+    @property
+    def tape_store(self) -> TorchBackend | HopperKernels:
+        """Whoever makes the tapes of this context's calls."""
+        return self.backend if self.kernels is None else self.kernels
+
+    @property
+    def tape_dtype(self) -> torch.dtype:
+        """Dtype of the tensors that a saved tape consists of."""
+        return self.state_dtype if self.kernels is None else torch.uint8
 
     @property
     def exchange(self) -> str:
@@ -128,23 +140,26 @@ class Context:
     def note_call(self, entry: str, direction: str, *, keeps: bool = True, **decided: str) -> None:
         """Write `last_call`. ``keeps``: whether this forward saved anything for a backward. ``decided``: see
         `recompute.Decision`."""
-        options, segments = self.options, self.segments
-        p: Any = segments.p_vector if segments.rule == "fixed" else self.plan.p
+        saved = "full" if decided.get("tapes") == "saved" else "light"
+        saved = saved if keeps and self.options.keeps_states else "nothing"
         self.last_call.clear()
-        self.last_call.update(
-            entry=entry,
-            direction=direction,
-            exchange=self.choice.kind,
-            exchange_reason=self.choice.reason,
-            segments=f"grid:{self.plan.grid}" if self.plan.grid else p,
-            segments_rule=segments.rule,
-            segments_note=segments.note,
-            backend=self.taken.kind,
-            backend_reason=self.taken.reason,
-            saved=options.save if keeps and options.keeps_states else "nothing",
-            maps="saved" if options.keeps_maps else "recomputed",
-            **decided,
-        )
+        self.last_call.update(self._of_every_call, entry=entry, direction=direction, saved=saved, **decided)
+
+    @functools.cached_property
+    def _of_every_call(self) -> dict[str, Any]:
+        """What `last_call` says whatever the call was."""
+        segments = self.segments
+        p: Any = segments.p_vector if segments.rule == "fixed" else self.plan.p
+        return {
+            "exchange": self.choice.kind,
+            "exchange_reason": self.choice.reason,
+            "segments": f"grid:{self.plan.grid}" if self.plan.grid else p,
+            "segments_rule": segments.rule,
+            "segments_note": segments.note,
+            "backend": self.taken.kind,
+            "backend_reason": self.taken.reason,
+            "maps": "saved" if self.options.keeps_maps else "recomputed",
+        }
 
     def with_heads(
         self, heads: tuple[int, int], head_dims: tuple[int, int] | None = None, conv: tuple[int, int] | None = None
@@ -227,14 +242,14 @@ def assemble_context(
     taken, device, conv = asked.pop("taken", TORCH), torch.device(asked["device"]), asked["conv"]
     heads, cutoff = tuple(asked["heads"]), asked["options"].cutoff(asked["dtype"])
     chains = build_chains(plan, steps_on=choice.kind == "ring")
-    schedule = build_schedule(part, plan, chains)
+    schedule = build_schedule(part, plan, chains, lists_chunks=taken.kind == "torch")
     routes = build_routes(choice.kind, part, plan, chains)
     halo = None if conv is None else build_halo(part, comm.rank, conv[1])
     tables = None
     if taken.kind == "hopper":
         schedule, routes, tables = for_kernels(plan, schedule, routes, heads)
     schedule, routes, moved, tables = upload((schedule, routes, halo, tables), device)
-    device_side = _made(schedule, moved, device)
+    device_side = _made(schedule, moved, device, rows=tables is None)
     return Context(
         partition=part,
         comm=comm,
@@ -257,44 +272,12 @@ def assemble_context(
     )
 
 
-def _made(schedule: Schedule, moved: Any, device: torch.device) -> Halo | None:
-    """The halo on the device; tables with an entry per token are made now, and not first inside of a graph capture."""
+def _made(schedule: Schedule, moved: Any, device: torch.device, *, rows: bool) -> Halo | None:
+    """The halo on the device; tables with an entry per token are made now, and not first inside of a graph capture.
+    ``rows``: see `TokenTables.make`."""
     device_side = None if moved is None else device_halo(moved)
     if device.type != "cpu":
-        schedule.tokens.make()
+        schedule.tokens.make(rows=rows)
         if device_side is not None:
             device_side.make()
     return device_side
-
-
-def digest_fields(ctx: Context) -> dict[str, str]:
-    """What must be equal on every rank for messages and bits to fit, in readable form; long values as a hash."""
-    part = ctx.partition
-    return {
-        "version": __version__,
-        "doc_bounds": _digest(part.bounds),
-        "layout": f"{part.layout}, align={part.align}",
-        "fragments": _digest(*part.cuts.given),
-        "heads": str(ctx.heads),
-        "head_dims": str(ctx.head_dims),
-        "dtype": str(ctx.dtype),
-        "conv": str(ctx.conv),
-        "segments": _short(ctx.segments.agreed),
-        "exchange": ctx.choice.kind,
-        "backend": ctx.taken.kind,
-        "options": str(ctx.options),
-        "torch": release(),
-    }
-
-
-def _digest(*columns: np.ndarray) -> str:
-    """Short columns as a reader wants them, of long ones the start and a hash of all."""
-    if sum(map(len, columns)) <= 16:
-        return " ".join(str(column.tolist()) for column in columns)
-    hashed = hashlib.sha256(b"".join(column.tobytes() for column in columns)).hexdigest()[:16]
-    return f"{' '.join(str(column[:4].tolist()) for column in columns)}... of {len(columns[0])}, sha256 {hashed}"
-
-
-def _short(text: str) -> str:
-    """``text`` if a reader can take it in, else its start and a hash of all of it."""
-    return text if len(text) <= 80 else f"{text[:60]}... sha256 {hashlib.sha256(text.encode()).hexdigest()[:16]}"

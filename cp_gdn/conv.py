@@ -20,6 +20,7 @@ from cp_gdn.checks import DTYPES, check_tensor, token_shape
 from cp_gdn.column_gradients import ColumnGradients
 from cp_gdn.halo import DeviceSide, Halo
 from cp_gdn.handles import RecomputeHandle, check_handle
+from cp_gdn.traced import flat, shaped
 
 if TYPE_CHECKING:
     from cp_gdn.comm import Pending
@@ -44,7 +45,8 @@ def causal_conv1d(
     """
     if library.is_wanted():
         check_handle(recompute, ctx)
-        out: tuple[torch.Tensor, torch.Tensor] = forward_op(x_l, weight, bias, ctx.handle, activation)
+        seen = ctx.traced
+        out: tuple[torch.Tensor, torch.Tensor] = forward_op(x_l, weight, bias, seen.handle, seen.halo, activation)
         return out[0]
     return _convolve((x_l, weight, bias), ctx, activation, recompute, None)
 
@@ -147,24 +149,24 @@ def backward(
 
 @torch.library.custom_op("cp_gdn::conv_forward", mutates_args=())
 def forward_op(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, handle: int, activation: str | None
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, handle: int, size: int, activation: str | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """y and the halo rows."""
+    """y and, in one dim of ``size``, the halo rows."""
     context = library.context_of(handle)
     with context.comm.guard("causal_conv1d"):
         _check(x, weight, bias, context, activation)
         y, saved = forward(x, weight, bias, context, activation)
-    halo = saved[1]
-    return y, halo if halo.numel() else torch.empty_like(halo)  # no output of an operator may be a view of an input
+    return y, flat(saved[1], x)
 
 
 @forward_op.register_fake
 def _(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    x, weight, bias, handle, activation = args
-    context = library.context_of(handle)
-    with context.comm.guard("causal_conv1d"):
-        _check(x, weight, bias, context, activation)
-    return x.new_empty(x.shape), x.new_empty((sum(_halo(context).forward.recv_counts), weight.shape[0]))
+    x, weight, bias, handle, size, activation = args
+    if isinstance(handle, int):  # a symbol stands for any context, whose own call checks
+        context = library.context_of(handle)
+        with context.comm.guard("causal_conv1d"):
+            _check(x, weight, bias, context, activation)
+    return x.new_empty(x.shape), x.new_empty((size,))
 
 
 @torch.library.custom_op("cp_gdn::conv_backward", mutates_args=())
@@ -173,9 +175,10 @@ def backward_op(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(dx, dweight, dbias); ``tensors`` are x, the halo, weight and, if there is one, bias."""
     context, bias = library.context_of(handle), tensors[3] if len(tensors) > 3 else None
+    halo = shaped(tensors[1], (sum(_halo(context).forward.recv_counts), tensors[2].shape[0]))
     with context.comm.guard("causal_conv1d backward"):
-        dx, dweight, dbias = backward(dy, (tensors[0], tensors[1], tensors[2], bias), context, activation)
-    return dx, dweight, library.empty_if_none(dbias, dweight)
+        dx, dweight, dbias = backward(dy, (tensors[0], halo, tensors[2], bias), context, activation)
+    return dx, dweight, dweight.new_empty((0,)) if dbias is None else dbias
 
 
 @backward_op.register_fake
@@ -185,14 +188,15 @@ def _(dy: torch.Tensor, tensors: list[torch.Tensor], *_: Any) -> tuple[torch.Ten
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    x, weight, bias, *ctx.call = inputs
+    x, weight, bias, handle, _, activation = inputs
+    ctx.call = handle, activation
     ctx.save_for_backward(x, output[1], weight, *(() if bias is None else (bias,)))
     ctx.has_bias = bias is not None
 
 
 def _backward(ctx: Any, dy: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     dx, dweight, dbias = backward_op(dy, list(ctx.saved_tensors), *ctx.call)
-    return dx, dweight, dbias if ctx.has_bias else None, None, None
+    return dx, dweight, dbias if ctx.has_bias else None, None, None, None
 
 
 forward_op.register_autograd(_backward, setup_context=_keep)

@@ -17,6 +17,7 @@ from functools import cached_property
 
 import numpy as np
 
+from cp_gdn.backends.hopper_items import RUN_CHUNKS
 from cp_gdn.calibration import Calibration
 from cp_gdn.makespan import LONG, Row, Rows, Table, ceil_div, table_rows
 
@@ -37,19 +38,21 @@ Ints = np.ndarray
 Numbers = np.ndarray
 """A float64 array: whole numbers, or times in ns, exact to an eighth."""
 
-ALL, OFFSETS, ADJOINT_OFFSETS, MAPS = range(4)
-"""Which segments a walk takes: all; those with tokens of their document behind them, before them, on both sides."""
+ALL, OFFSETS, ADJOINT_OFFSETS, SUMMARIES = range(4)
+"""What blocks of a walk take: runs of short segments (`hopper_items`) of all; segments with tokens of their document
+behind them, before them; and for B and M in one launch those behind them, then once more those on both sides."""
 WALKS = {
     "output": ("walk_output", "stream_output", ALL),
     "states": ("walk_states", "stream_states", ALL),
     "adjoint": ("walk_adjoint", "stream_adjoint", ALL),
-    "offsets": ("walk_summary", "stream_summary", OFFSETS),
-    "maps": ("walk_summary", "stream_summary", MAPS),
+    "summaries": ("walk_summary", "stream_summary", SUMMARIES),
     "adjoint_offsets": ("adjoint_summary", "stream_adjoint_summary", ADJOINT_OFFSETS),
 }
-"""The walks of a step: their two `Times`, and which segments they take."""
+"""The walks of a step: their two `Times`, and what they take."""
 _SETS = np.array([of for _, _, of in WALKS.values()])
-_STARTS = np.bincount(_SETS).astype(np.float64)
+_LEFT = np.where(_SETS == SUMMARIES, OFFSETS, _SETS)
+"""Sets of which the decay bound leaves some chunks: no map is left, but the offsets."""
+_STARTS = np.bincount(_SETS, minlength=4).astype(np.float64)
 """Walks of each set."""
 
 
@@ -58,20 +61,22 @@ def _walk_prices(calibration: Calibration) -> Numbers:
     """Per walk of `WALKS` in ns: a chunk of its chain, a chunk of its bytes, and what the decay bound leaves of a
     segment; [3, walks, 1]."""
     times, most = asdict(calibration.times), calibration.settings.decayed_chunks
-    left = {OFFSETS: most, ADJOINT_OFFSETS: most, MAPS: 0, ALL: LONG}
-    prices = [(times[chain], times[stream], times[chain] * left[of]) for chain, stream, of in WALKS.values()]
+    prices = [
+        (times[chain], times[stream], times[chain] * (LONG if of == ALL else most))
+        for chain, stream, of in WALKS.values()
+    ]
     return np.array(prices, dtype=np.float64).T[:, :, None]
 
 
 class RankModel:
     """Quantities of one rank at several P at once, whole numbers in float64.
 
-    Legend of array shapes: P tried values of P, J kinds of fragments, 4 sets of segments (`ALL` .. `MAPS`). Segments of
-    a fragment count as equally long: on a chain as the longest, on an even share as their mean.
+    Legend of array shapes: P tried values of P, J kinds of fragments, 4 sets of items (`ALL` .. `SUMMARIES`). Segments
+    of a fragment count as equally long: on a chain as the longest, on an even share as their mean.
 
     Attributes:
         parts: segments of each kind of fragment, [P, J].
-        even: chunks per SM if the walk of a set were shared evenly; chain: of the busiest SM at least; starts: segments
+        even: chunks per SM if the walk of a set were shared evenly; chain: of the busiest SM at least; starts: items
             that it starts; [4, P] each.
         hops: of folds in series, in both directions, [P]: entry states, composed offsets and maps.
         share: chunks of all fragments per SM. crosses: directions in which some chain goes on.
@@ -87,12 +92,17 @@ class RankModel:
         mean = chunks / self.parts
         counts = self.parts - absent  # [4, P, J]
         np.maximum(counts, 0, out=counts)
+        counts[SUMMARIES] += counts[OFFSETS]
         counts *= count
         self.even = np.ceil(np.add.reduce(counts * mean, axis=-1) / sm_count)
-        # Of the first k segments, the longest, some SM starts at least k / SMs, none shorter than the last of them.
+        run = np.ceil(np.minimum(RUN_CHUNKS / mean, self.parts * (count / heads)))
+        np.maximum(run, 1, out=run)
+        counts[ALL] /= run
+        longest = np.array((mean * run, mean, mean, mean))
+        # Of the first k items, the longest, some SM starts at least k / SMs, none shorter than the last of them.
         waves = np.ceil(np.add.accumulate(counts, axis=-1) / sm_count)
         self.starts = waves[..., -1]
-        self.chain = np.maximum(np.maximum.reduce(waves * np.ceil(mean), axis=-1), self.even)
+        self.chain = np.maximum(np.maximum.reduce(waves * np.ceil(longest), axis=-1), self.even)
         self.share = self.even.item(ALL, 0)
         hops = (self.parts - 1) * passed
         spread = np.ceil(hops.dot(count) * (FOLD_BLOCKS / slots))
@@ -120,7 +130,7 @@ class RankModel:
         on_chain, on_all = self.chain[_SETS] * chain, self.even[_SETS] * stream
         ns = np.minimum(on_chain, on_all) * BESIDE
         ns += np.maximum(on_chain, on_all)
-        return ns, np.minimum(ns, self.starts[_SETS] * left)
+        return ns, np.minimum(ns, self.starts[_LEFT] * left)
 
     @cached_property
     def times_ns(self) -> Numbers:

@@ -65,7 +65,7 @@ def chunk_gated_delta_rule(
         handle = check_handle(recompute, ctx)
         if library.is_wanted():
             _refuse_workspace(check_workspace(workspace, ctx, PHASES[:1], document_states=True))
-            o, final = library.call(ctx, tensors, factor, l2norm)
+            o, final = library.call(ctx, tensors, factor, l2norm, final=output_final_state)
         else:
             check_call(ctx, tensors[:5], initial_state, factor, l2norm)
             keeps = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
@@ -105,7 +105,8 @@ def forward(
         x = check_call(ctx, (q, k, v, g, beta), initial_state, factor, l2norm)
         asked = output_final_state or initial_state is not None
         own = check_workspace(workspace, ctx, PHASES[:1], document_states=asked)
-        manner = Manner(tapes=ctx.options.keeps_tapes, workspace=own, final=output_final_state)
+        saves = recompute.saves_tapes(ctx.options, recompute.EXPLICIT, small=ctx.kernels is not None)
+        manner = Manner(tapes=bool(saves), workspace=own, final=output_final_state)
         o, final, saved = run_forward(ctx, x, initial_state, manner)
         ctx.note_call("explicit", "forward", **_explicit(ctx))
     return o.view(v.shape), final if output_final_state else None, saved
@@ -135,7 +136,7 @@ def backward(
             shape = saved.inputs.v.shape
             check_tensor("dout", dout, ctx, token_shape(dout, *shape), (ctx.dtype,))
             dout = dout.view(shape)
-        check_state("dfinal_state", dfinal_state, ctx, len(ctx.exit_docs))
+        check_state("dfinal_state", dfinal_state, ctx, len(ctx.plan.exit_docs))
         asked = saved.has_initial or dfinal_state is not None
         own = check_workspace(workspace, ctx, PHASES[1:], document_states=asked)
         grads = run_backward(ctx, dout, dfinal_state, saved, own)
@@ -144,13 +145,11 @@ def backward(
 
 
 def _explicit(ctx: Context) -> dict[str, Any]:
-    return asdict(recompute.decide(ctx.options, recompute.EXPLICIT, 0))
+    return _named(recompute.decide(ctx.options, recompute.EXPLICIT, 0, small=ctx.kernels is not None))
 
 
 def _no_tapes(ctx: Context) -> str:
     """Why a recompute cannot hand tapes on, wherever it is."""
-    if ctx.kernels is not None:
-        return recompute.NO_KERNEL_TAPES
     return recompute.CAPTURED if recompute.is_capturing(ctx.device) else ""
 
 
@@ -195,12 +194,12 @@ class _Call:
     workspace: Workspace | None
     handle: RecomputeHandle | None
 
-    def kept_count(self, has_initial: bool) -> int:
+    def kept_count(self, has_initial: bool, saves_tapes: bool) -> int:
         """Tensors that the node of this call saves."""
         ctx, options = self.ctx, self.ctx.options
         count = 5 + options.keeps_states + options.keeps_maps * (1 + (ctx.exchange == "a2a"))
-        if options.keeps_tapes:
-            count += len(ctx.backend.kept_shapes(ctx.heads[0], ctx.state_shape, l2norm=self.l2norm))
+        if saves_tapes:
+            count += len(ctx.tape_store.kept_shapes(ctx.heads[0], ctx.state_shape, l2norm=self.l2norm))
         return count + (has_initial and not options.keeps_states)
 
 
@@ -212,8 +211,10 @@ class _GatedDeltaRule(torch.autograd.Function):
         *tensors, initial, call = args
         ctx: Context = call.ctx
         region = recompute.find_region() if call.keeps else recompute.NO_GRADIENT
-        count = call.kept_count(initial is not None)
-        decision = recompute.decide(ctx.options, region, count, no_tapes=_no_tapes(ctx))
+        small = ctx.kernels is not None
+        saves = bool(recompute.saves_tapes(ctx.options, region, small=small))
+        count = call.kept_count(initial is not None, saves)
+        decision = recompute.decide(ctx.options, region, count, small=small, no_tapes=_no_tapes(ctx))
         recompute.make_room(region, decision)
         carried: Carried | None = None if call.handle is None else call.handle.take("states", ctx)
         manner = Manner(
@@ -226,7 +227,7 @@ class _GatedDeltaRule(torch.autograd.Function):
         o, final, saved = run_forward(ctx, token_rows(tensors, call.scale, call.l2norm), initial, manner)
         if call.handle is not None and saved.states is not None:
             call.handle.fill("states", ctx, Carried(states=saved.states, owned=saved.owned))
-        kept = _kept(ctx, tensors, saved, tapes=decision.tapes == "saved")
+        kept = _kept(ctx, tensors, saved, tapes=saves)
         assert sum(x is not None for x in kept) == count
         node.save_for_backward(*kept)
         node.call, node.has_initial, node.decision = call, initial is not None, decision
@@ -257,7 +258,7 @@ def _kept(ctx: Context, tensors: list[Tensor], saved: Saved, *, tapes: bool) -> 
     """What the node saves."""
     listed = [*tensors, saved.states, saved.maps, saved.owned, saved.initial]
     if tapes and saved.tapes is not None:
-        listed += ctx.backend.kept_tensors(saved.tapes.tape, saved.tapes.states)
+        listed += ctx.tape_store.kept_tensors(saved.tapes.tape, saved.tapes.states)
     return listed
 
 
@@ -265,7 +266,7 @@ def _from_kept(call: _Call, kept: tuple[Any, ...], has_initial: bool, tapes: Tap
     """What `_kept` listed, with the tapes of a recompute if there are some."""
     ctx, (states, maps, owned, initial, *saved_tapes) = call.ctx, kept[5:]
     x = token_rows(kept[:5], call.scale, call.l2norm)
-    if ctx.options.keeps_tapes:
-        tape, chunk_states = ctx.backend.from_kept(saved_tapes, x)
+    if saved_tapes:
+        tape, chunk_states = ctx.tape_store.from_kept(saved_tapes, x)
         tapes = Tapes(tape=tape, states=chunk_states)
     return Saved(inputs=x, states=states, maps=maps, owned=owned, has_initial=has_initial, initial=initial, tapes=tapes)

@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from cp_gdn.a2a.exchange import OwnerExchange
 from cp_gdn.a2a.routes import OwnerRoutes, build_owner_routes
 from cp_gdn.calibration import H200_MODEL, Times
@@ -70,11 +68,11 @@ def choose(asked: str, part: Partition, sizes: Sizes, times: Times, *, grid: boo
     if grid:
         return Choice(kind="ring", reason="grid mode: a2a would ship the map of every segment")
     load, owned = part.cuts.link_load(), -(-sizes.heads // part.world_size)
-    shipped = load.fragments * (2 * sizes.state) + load.middles * sizes.square
-    passed = int(np.add.reduce(shipped)) * owned // sizes.heads  # bytes into and out of an owner
-    sent = max(int(np.maximum.reduce(shipped)), passed)
+    shipped = (load.fragments * (2 * sizes.state) + load.middles * sizes.square).tolist()
+    passed = sum(shipped) * owned // sizes.heads  # bytes into and out of an owner
+    sent = max(*shipped, passed)
     us_per_byte = times.link_mib / 1e3 / (1 << 20)
-    ring = len(load.busiest) * times.exchange / 1e3 + int(np.add.reduce(load.busiest)) * sizes.state * us_per_byte
+    ring = len(load.busiest) * times.exchange / 1e3 + sum(load.busiest.tolist()) * sizes.state * us_per_byte
     a2a = 2 * times.collective / 1e3 + sent * us_per_byte
     kind = "ring" if ring <= a2a or passed > MOST_OWNER_BYTES else "a2a"
     return Choice(kind=kind, reason=f"modelled us per direction: ring {ring:.0f}, a2a {a2a:.0f}")

@@ -163,9 +163,10 @@ class GatedDeltaNet(nn.Module):
 
 
 def _pad_rows(rows: Tensor) -> Tensor:
-    """[1, T, any] with zero rows up to a multiple of `ROWS`; the tensor itself if that is none."""
+    """[1, T, any] with zero rows up to a multiple of `ROWS`; the tensor itself if that is none, except for a compiler,
+    which would make a graph for either case."""
     missing = -rows.shape[1] % ROWS
-    return F.pad(rows, (0, 0, 0, missing)) if missing else rows
+    return F.pad(rows, (0, 0, 0, missing)) if torch.compiler.is_compiling() or missing else rows
 
 
 def _check_sizes(hidden_size: int, heads: tuple[int, int], head_dims: tuple[int, int], conv_width: int) -> None:

@@ -7,7 +7,7 @@ of parameters are this rank's sums over its tokens.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from cp_gdn import library
 from cp_gdn.backends import hopper_gates, hopper_norm
 from cp_gdn.column_gradients import ColumnGradients
 from cp_gdn.gates import sigmoid, silu, softplus
+from cp_gdn.traced import FAMILIES
 
 if TYPE_CHECKING:
     from cp_gdn.context import Context
@@ -34,7 +35,7 @@ def gates(ba: Tensor, a_log: Tensor, dt_bias: Tensor, factor: float, ctx: Contex
 
     ba: [1, T, 2 HV], b | a. a_log, dt_bias: [HV].
     """
-    if ctx.device.type != "cuda" or ba.dtype != ctx.dtype or not _gates_fit(ctx.handle):
+    if ctx.device.type != "cuda" or ba.dtype != ctx.dtype or not _gates_fit(ctx.traced.family):
         return torch_gates(ba, a_log, dt_bias, factor)
     if library.is_wanted():
         g, beta = gates_forward_op(ba, a_log, dt_bias, ctx.handle, factor)
@@ -52,8 +53,8 @@ def torch_gates(ba: Tensor, a_log: Tensor, dt_bias: Tensor, factor: float) -> tu
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _gates_fit(handle: int) -> bool:
-    return hopper_gates.kernels_for(library.context_of(handle)) is not None
+def _gates_fit(family: str) -> bool:
+    return hopper_gates.kernels_for(cast("Context", FAMILIES[family])) is not None
 
 
 def _gates_kernels(handle: int) -> hopper_gates.GatesKernels:
@@ -112,7 +113,7 @@ def gated_norm(
 ) -> Tensor:
     """norm(o) * weight * silu(z), the RMS norm of every value head; o, z: [1, T, HV, V], weight: [V]. z may be the
     second part of a room."""
-    if ctx.device.type != "cuda" or not o.dtype == z.dtype == ctx.dtype or not _norm_fits(ctx.handle):
+    if ctx.device.type != "cuda" or not o.dtype == z.dtype == ctx.dtype or not _norm_fits(ctx.traced.family):
         return torch_norm(o, z, weight, eps)
     y: Tensor
     if library.is_wanted():
@@ -131,8 +132,8 @@ def torch_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _norm_fits(handle: int) -> bool:
-    return hopper_norm.kernels_for(library.context_of(handle)) is not None
+def _norm_fits(family: str) -> bool:
+    return hopper_norm.kernels_for(cast("Context", FAMILIES[family])) is not None
 
 
 def _norm_kernels(handle: int) -> hopper_norm.NormKernels:

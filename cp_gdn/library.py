@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from cp_gdn import recompute
+from cp_gdn.backends.precision import state_dtype
 from cp_gdn.backends.torch_chunked import Inputs
 from cp_gdn.checks import check_call, token_rows
 from cp_gdn.context import CONTEXTS, Context
 from cp_gdn.op import run_backward, run_forward
 from cp_gdn.saved import InputGradients, Manner, Saved, Tapes
+from cp_gdn.traced import flat, rows_of_states, shape_of_maps, shape_of_owned, shaped, shapes_of_tapes
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -28,10 +30,20 @@ def is_wanted() -> bool:
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
-def call(ctx: Context, tensors: Sequence[Tensor | None], scale: float, l2norm: bool) -> tuple[Tensor, Tensor]:
-    """o and the final states through the operator; ``tensors`` are q, k, v, g, beta and the initial states."""
-    out = forward_op(*tensors, ctx.handle, scale, l2norm)
-    return out[0], out[1]
+def call(
+    ctx: Context, tensors: Sequence[Tensor | None], scale: float, l2norm: bool, *, final: bool
+) -> tuple[Tensor, Tensor | None]:
+    """o and, if asked for, the final states through the operator; ``tensors`` are q, k, v, g, beta and the initial
+    states."""
+    out = forward_op(*arguments(ctx, tensors, scale, l2norm))
+    return out[0], shaped(out[1], (ctx.traced.documents, ctx.heads[1], *ctx.head_dims)) if final else None
+
+
+def arguments(ctx: Context, tensors: Sequence[Tensor | None], scale: float, l2norm: bool) -> tuple[Any, ...]:
+    """What `forward_op` takes."""
+    seen = ctx.traced
+    sizes = [seen.final, seen.states[tensors[5] is not None], seen.maps, seen.owned, seen.tapes[l2norm]]
+    return *tensors, seen.handle, sizes, scale, l2norm, seen.holds_initial
 
 
 def like_inputs(grads: InputGradients, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -66,15 +78,6 @@ def only_once(run: Callable[[], tuple[Any, ...]], tensors: Sequence[Tensor | Non
     return _FirstOnly.apply(run, *tensors) if torch.is_grad_enabled() else run()
 
 
-def empty_if_none(x: Tensor | None, like: Tensor) -> Tensor:
-    """What an operator returns for None: it has no optional outputs."""
-    return like.new_empty((0,)) if x is None else x
-
-
-def none_if_empty(x: Tensor) -> Tensor | None:
-    return None if x.dim() == 1 else x
-
-
 @torch.library.custom_op("cp_gdn::forward", mutates_args=())
 def forward_op(
     q: Tensor,
@@ -84,16 +87,19 @@ def forward_op(
     beta: Tensor,
     initial: Tensor | None,
     handle: int,
+    sizes: list[int],
     scale: float,
     l2norm: bool,
+    holds_initial: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """o; in one dim each, of ``sizes``: final states, entry states, maps, owned maps, bytes of tapes."""
     context = context_of(handle)
     with context.comm.guard("chunk_gated_delta_rule"):
         x = check_call(context, (q, k, v, g, beta), initial, scale, l2norm)
         o, final, saved = run_forward(context, x, initial, Manner(tapes=context.options.keeps_tapes))
         context.note_call("library", "forward", **decided(context))
-    states, maps, owned = (empty_if_none(each, final) for each in (saved.states, saved.maps, saved.owned))
-    return o.view(v.shape), final, states, maps, owned, _flat(context, saved.tapes, final)
+    ends, states, maps, owned = (flat(each, final) for each in (final, saved.states, saved.maps, saved.owned))
+    return o.view(v.shape), ends, states, maps, owned, _flat(context, saved.tapes, final)
 
 
 def decided(ctx: Context) -> dict[str, Any]:
@@ -102,45 +108,33 @@ def decided(ctx: Context) -> dict[str, Any]:
 
 
 def _flat(ctx: Context, tapes: Tapes | None, like: Tensor) -> Tensor:
-    """Tapes as one tensor, for an operator has a fixed number of outputs."""
+    """Tapes as one tensor of bytes, for an operator has a fixed number of outputs."""
     if tapes is None:
-        return like.new_empty((0,))
-    return torch.cat([x.reshape(-1) for x in ctx.backend.kept_tensors(tapes.tape, tapes.states)])
+        return flat(None, like.new_empty(0, dtype=torch.uint8))
+    pieces = ctx.tape_store.kept_tensors(tapes.tape, tapes.states)
+    return flat(torch.cat([x.reshape(-1).view(torch.uint8) for x in pieces]), like.new_empty(0, dtype=torch.uint8))
 
 
-def _tapes(ctx: Context, x: Inputs, flat: Tensor) -> Tapes | None:
+def _tapes(ctx: Context, x: Inputs, found: Tensor) -> Tapes | None:
     if not ctx.options.keeps_tapes:
         return None
-    shapes = ctx.backend.kept_shapes(ctx.heads[0], ctx.state_shape, l2norm=x.l2norm).values()
-    pieces = flat.split([math.prod(shape) for shape in shapes])
-    tape, states = ctx.backend.from_kept([p.view(shape) for p, shape in zip(pieces, shapes, strict=True)], x)
+    shapes = shapes_of_tapes(ctx, l2norm=x.l2norm)
+    counts = [math.prod(shape) for shape in shapes]
+    pieces = found[: sum(counts) * ctx.tape_dtype.itemsize].view(ctx.tape_dtype).split(counts)
+    tape, states = ctx.tape_store.from_kept([p.view(shape) for p, shape in zip(pieces, shapes, strict=True)], x)
     return Tapes(tape=tape, states=states)
 
 
 @forward_op.register_fake
 def _(*args: Any) -> Outputs:
-    *tensors, initial, handle, scale, l2norm = args
-    ctx = context_of(handle)
-    with ctx.comm.guard("chunk_gated_delta_rule"):
-        check_call(ctx, tensors, initial, scale, l2norm)
-    value_heads, key_dim, _ = ctx.state_shape
-    v, options = tensors[2], ctx.options
-
-    def state(*shape: int) -> Tensor:
-        return v.new_empty(shape, dtype=ctx.state_dtype)
-
-    owner, keep = ctx.routes.forward_owner, options.keeps_maps
-    shapes = ctx.backend.kept_shapes(ctx.heads[0], ctx.state_shape, l2norm=l2norm) if options.keeps_tapes else {}
-    segments = len(ctx.plan.segments) if ctx.kernels is None else ctx.kernels.saved_rows(initial=initial is not None)
-    owned = owner.owned_shape(ctx.rank, ctx.world_size, ctx.state_shape) if keep and owner else (0,)
-    return (
-        v.new_empty(v.shape),
-        state(len(ctx.plan.exit_docs), ctx.heads[1], *ctx.head_dims),
-        state(segments, *ctx.state_shape) if options.keeps_states else state(0),
-        state(ctx.schedule.num_maps, value_heads, key_dim, key_dim) if keep else state(0),
-        state(*owned),
-        state(sum(math.prod(shape) for shape in shapes.values())),
-    )
+    *tensors, initial, handle, sizes, scale, l2norm, _ = args
+    if isinstance(handle, int):  # a symbol stands for any context, whose own call checks
+        ctx = context_of(handle)
+        with ctx.comm.guard("chunk_gated_delta_rule"):
+            check_call(ctx, tensors, initial, scale, l2norm)
+    v = tensors[2]
+    final, states, maps, owned = (v.new_empty((size,), dtype=state_dtype(v.dtype)) for size in sizes[:4])
+    return v.new_empty(v.shape), final, states, maps, owned, v.new_empty((sizes[4],), dtype=torch.uint8)
 
 
 @torch.library.custom_op("cp_gdn::backward", mutates_args=())
@@ -151,24 +145,28 @@ def backward_op(
     handle: int,
     scale: float,
     l2norm: bool,
-    has_initial: bool,
+    initial_shape: list[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    inputs, (states, maps, owned, flat, *initial) = tensors[:5], tensors[5:]
-    x, ctx = token_rows(inputs, scale, l2norm), context_of(handle)
+    """Gradients of the inputs, as they are, and of initial states of a shape; [] without any."""
+    inputs, (states, maps, owned, tapes, *initial) = tensors[:5], tensors[5:]
+    x, ctx, has_initial = token_rows(inputs, scale, l2norm), context_of(handle), bool(initial_shape)
+    rows, docs = rows_of_states(ctx, initial=has_initial), (len(ctx.plan.exit_docs), ctx.heads[1], *ctx.head_dims)
     saved = Saved(
         inputs=x,
-        states=states if ctx.options.keeps_states else None,
-        maps=maps if ctx.options.keeps_maps else None,
-        owned=none_if_empty(owned),
+        states=shaped(states, (rows, *ctx.state_shape)) if ctx.options.keeps_states else None,
+        maps=shaped(maps, shape_of_maps(ctx)) if ctx.options.keeps_maps else None,
+        owned=shaped(owned, shape_of_owned(ctx)) if ctx.options.keeps_maps and ctx.routes.forward_owner else None,
         has_initial=has_initial,
         initial=initial[0] if initial else None,
-        tapes=_tapes(ctx, x, flat),
+        tapes=_tapes(ctx, x, tapes),
     )
     with ctx.comm.guard("chunk_gated_delta_rule backward"):
-        grads = run_backward(ctx, dout if dout is None else dout.reshape(x.v.shape), dfinal, saved)
+        given = None if dfinal is None else shaped(dfinal, docs)
+        grads = run_backward(ctx, dout if dout is None else dout.reshape(x.v.shape), given, saved)
         ctx.note_call("library", "backward", **decided(ctx))
     dq, dk, dv, dg, dbeta = (grad.contiguous() for grad in like_inputs(grads, inputs))  # results must not share memory
-    return dq, dk, dv, dg, dbeta, empty_if_none(grads.initial_state, states)
+    dinitial = states.new_empty((0,)) if grads.initial_state is None else grads.initial_state
+    return dq, dk, dv, dg, dbeta, dinitial
 
 
 @backward_op.register_fake
@@ -179,26 +177,23 @@ def _(
     handle: int,
     scale: float,
     l2norm: bool,
-    has_initial: bool,
+    initial_shape: list[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    ctx = context_of(handle)
-    rows = (len(ctx.plan.entry_docs), ctx.heads[1], *ctx.head_dims) if has_initial else (0,)
     dq, dk, dv, dg, dbeta = (t.new_empty(t.shape) for t in tensors[:5])
-    return dq, dk, dv, dg, dbeta, tensors[5].new_empty(rows)
+    return dq, dk, dv, dg, dbeta, tensors[5].new_empty(initial_shape or (0,))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
-    *tensors, initial, handle, scale, l2norm = inputs
-    again = [] if initial is None or context_of(handle).options.keeps_states else [initial]
+    *tensors, initial, handle, _, scale, l2norm, holds_initial = inputs
+    again = [] if initial is None or not holds_initial else [initial]
     ctx.save_for_backward(*tensors, *output[2:], *again)
-    ctx.call = (handle, scale, l2norm, initial is not None)
+    ctx.call = (handle, scale, l2norm, [] if initial is None else list(initial.shape))
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, dout: Tensor | None, dfinal: Tensor | None, *_: None) -> tuple[Any, ...]:
-    handle, scale, l2norm, has_initial = ctx.call
-    *grads, dinitial = backward_op(dout, dfinal, list(ctx.saved_tensors), handle, scale, l2norm, has_initial)
-    return *grads, dinitial if has_initial else None, None, None, None
+    *grads, dinitial = backward_op(dout, dfinal, list(ctx.saved_tensors), *ctx.call)
+    return *grads, dinitial if ctx.call[3] else None, *(None,) * 5
 
 
 forward_op.register_autograd(_backward, setup_context=_setup_context)

@@ -11,20 +11,21 @@ from cp_gdn.backends.hopper_walk import WalkInputs
 from cp_gdn.backends.launch import on_device
 from cp_gdn.backends.torch_chunked import Inputs
 from cp_gdn.context import Context
-from cp_gdn.saved import InputGradients, Manner, Saved, owned_maps
+from cp_gdn.saved import InputGradients, Manner, Saved, Tapes, owned_maps
 from cp_gdn.workspace import Room, Workspace, bind
 
 
 def forward_on_kernels(
     ctx: Context, kernels: HopperKernels, x: Inputs, initial_state: Tensor | None, manner: Manner
 ) -> tuple[Tensor, Tensor, Saved]:
-    """`op.run_forward` on the kernels, which keep no tapes yet."""
+    """`op.run_forward` on the kernels."""
     options, forward, carried = ctx.options, kernels.forward, manner.carried
     asked = manner.final or initial_state is not None
-    memory = bind(ctx, "forward", manner.workspace, document_states=asked)
+    memory = bind(ctx, "forward", manner.workspace, kept=manner.tapes, document_states=asked)
     with torch.no_grad(), on_device(forward.device), memory as room:
-        o = torch.empty(x.v.shape, dtype=x.v.dtype, device=x.v.device)
-        inputs = forward.prepare(x, o, room)
+        o = torch.empty_like(x.v, memory_format=torch.contiguous_format)
+        tape = kernels.new_tape() if manner.tapes else None
+        inputs = forward.prepare(x, o, room, tape)
         if carried is None:
             entered = forward.enter(ctx.comm, inputs, initial_state, "STATE", room)
         else:
@@ -44,6 +45,7 @@ def forward_on_kernels(
         owned=owned_maps(entered.exchange, carried) if options.keeps_maps else None,
         has_initial=initial_state is not None,
         initial=None if options.keeps_states else initial_state,
+        tapes=None if tape is None else Tapes(tape=tape, states=None),
     )
     return o, final, saved
 
@@ -57,9 +59,10 @@ def backward_on_kernels(
 ) -> InputGradients:
     """`op.run_backward` on the kernels; ``given``: gradients of o and of the final states."""
     x, asked = saved.inputs, saved.has_initial or given[1] is not None
-    memory = bind(ctx, "backward", workspace, document_states=asked)
+    tape = None if saved.tapes is None else saved.tapes.tape
+    memory = bind(ctx, "backward", workspace, kept=tape is not None, document_states=asked)
     with torch.no_grad(), on_device(kernels.forward.device), memory as room:
-        inputs, grads = kernels.begin(x, room)
+        inputs, grads = kernels.begin(x, room, tape)
         boundary = _boundary(ctx, kernels.forward, inputs, saved, room)
         dinitial = kernels.backward(ctx.comm, inputs, given, boundary, (grads, room))
     return InputGradients(

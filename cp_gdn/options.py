@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 _CHOICES: dict[str, tuple[bool | str, ...]] = {
-    "save": ("light", "full"),
+    "save": ("auto", "light", "full"),
     "boundary": ("saved", "recompute"),
     "save_transfer": (True, False),
     "reuse_recompute_tapes": ("auto", True, False),
@@ -28,7 +28,7 @@ class Options:
 
     Attributes:
         save: ``"light"`` keeps the entry state of every segment for the backward and runs the rest again; ``"full"``
-            keeps the tapes too.
+            keeps the tapes too; ``"auto"`` does so on the kernels, whose tapes are small, outside of checkpoints.
         boundary: ``"saved"`` keeps what the exchange brought, so that a backward sends adjoints only; ``"recompute"``
             keeps the inputs alone, and a backward runs the forward again, its messages included.
         save_transfer: keep the segment maps M of the forward (and, with a2a, the owner's) for the backward;
@@ -44,7 +44,7 @@ class Options:
         ValueError: a value is unknown, or two of them contradict each other.
     """
 
-    save: str = "light"
+    save: str = "auto"
     boundary: str = "saved"
     save_transfer: bool = True
     reuse_recompute_tapes: bool | str = "auto"
@@ -80,7 +80,7 @@ class Options:
 
     @property
     def keeps_tapes(self) -> bool:
-        """Whether a forward saves its tapes."""
+        """Whether every forward saves its tapes."""
         return self.save == "full"
 
     def cutoff(self, dtype: torch.dtype) -> float | None:

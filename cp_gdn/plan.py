@@ -142,6 +142,11 @@ class Plan:
         segments = everything.segments
         return SegmentSet(segments=segments[chosen[segments]], chunks=everything.chunks[keep], active=tuple(active))
 
+    def chosen(self, chosen: Ints, *, reverse: bool = False) -> SegmentSet:
+        """`walk` without its chunks and steps, in the order of segments: what the kernels' tables are made of."""
+        segments = chosen.nonzero()[0]
+        return SegmentSet(segments=segments, chunks=NONE, active=()) if len(segments) else NO_WALK
+
     @cached_property
     def _everything(self) -> tuple[tuple[SegmentSet, Ints, Ints], tuple[SegmentSet, Ints, Ints]]:
         """All segments as a walk, forward and in reverse; of each of its chunks the step and the segment."""

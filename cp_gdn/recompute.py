@@ -10,6 +10,7 @@ wherever something is not as expected, tapes are run again.
 What this module knows of a frame lies on the frame, and dies with it.
 """
 
+import functools
 import inspect
 import weakref
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,7 @@ import torch
 
 from cp_gdn.options import Options
 
-VERIFIED = ("2.11.0", "2.12.1", "2.13.0", "2.14.1")
+VERIFIED = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 """Releases of torch whose frames are as this module reads them; compared without the local +tag."""
 
 _NOTES = "_cp_gdn_notes"
@@ -34,7 +35,6 @@ NO_GRADIENT = "no gradient is asked for"
 OPERATOR = "the operator entry, for a compiler or a mode that looks on"
 EXPLICIT = "the explicit entry"
 ORIGINAL = "the original forward of a checkpoint"
-NO_KERNEL_TAPES = "the kernels keep no tapes yet"
 CAPTURED = "a CUDA graph is being captured"
 ANOTHERS = "the one kept set of the region is another call's"
 PROVEN = "the last call of the region that saves anything, early stop is on"
@@ -86,6 +86,7 @@ class Region:
         return notes
 
 
+@functools.cache
 def release() -> str:
     """Torch's release without the local +tag; the tag of a pre-release stays."""
     return str(torch.__version__).split("+")[0]
@@ -115,19 +116,30 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def decide(options: Options, region: Region | str, count: int, *, no_tapes: str = "") -> Decision:
-    """What a call that saves ``count`` tensors does in ``region``. ``no_tapes``: why it cannot keep any, or empty."""
+def saves_tapes(options: Options, region: Region | str, *, small: bool = False) -> str:
+    """Why a forward in ``region`` saves its tapes; empty if it does not. ``small``: they are, beside the inputs."""
+    if options.keeps_tapes:
+        return "Options(save='full')"
+    auto = options.save == "auto" and small and options.keeps_states and region in (NO_CHECKPOINT, EXPLICIT)
+    return "Options(save='auto') outside of checkpoints" if auto else ""
+
+
+def decide(options: Options, region: Region | str, count: int, *, small: bool = False, no_tapes: str = "") -> Decision:
+    """What a call that saves ``count`` tensors does in ``region``.
+
+    Args:
+        small: see `saves_tapes`. no_tapes: why it cannot hand tapes on, or empty.
+    """
+    saves = saves_tapes(options, region, small=small)
     against = _against(region, count)
     output = "written" if options.recompute_output == "always" or against else "left out"
     asked = "Options(recompute_output='always')" if options.recompute_output == "always" else against
-    tapes, why = _tapes(options, region, against, no_tapes)
+    tapes, why = ("saved", saves) if saves else _tapes(options, region, against, no_tapes)
     return Decision(tapes=tapes, tapes_reason=why, output=output, output_reason=asked or PROVEN)
 
 
 def _tapes(options: Options, region: Region | str, against: str, no_tapes: str) -> tuple[str, str]:
     reuse = options.reuse_recompute_tapes
-    if options.keeps_tapes:
-        return "saved", "Options(save='full')"
     if not options.keeps_states:
         return "rerun", "Options(boundary='recompute')"
     if reuse is False:

@@ -1,21 +1,27 @@
 """What a forward hands to its backward, and how a forward can run."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from cp_gdn.a2a.exchange import OwnerExchange
-from cp_gdn.backends.torch_chunked import Inputs, States, Tape
+from cp_gdn.backends.torch_chunked import Inputs
 from cp_gdn.flow import Carried, Exchange
 from cp_gdn.workspace import Workspace
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tapes:
-    """What a forward keeps for a backward, so that neither chunks nor states are run again."""
+    """What a forward keeps for a backward, in the form of whoever made it (`Context.tape_store`).
 
-    tape: Tape
-    states: States
+    Attributes:
+        tape: of the chunks, so that they are not run again: a `Tape`, on the kernels bytes (`hopper_prepare.Prepared`).
+        states: `States` of the chunks; None on the kernels, which run them again: they are larger than all the rest.
+    """
+
+    tape: Any
+    states: Any
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -93,9 +93,11 @@ class TokenTables:
         """[T] offset in its document of each local row."""
         return self._made("positions", lambda: self._shifted(self.position_shift, self.fragment_length))
 
-    def make(self) -> None:
-        """Make all of them now."""
-        _ = self.rows, self.token_ids, self.positions
+    def make(self, *, rows: bool = True) -> None:
+        """Make all of them now; ``rows``: those of chunks too, which only the torch backend reads."""
+        _ = self.token_ids, self.positions
+        if rows:
+            _ = self.rows
 
     def _made(self, name: str, make: Callable[[], Tensor]) -> Tensor:
         key = f"_{name}_made"
@@ -162,23 +164,25 @@ class Schedule:
         return self.tokens.positions
 
 
-def build_schedule(part: Partition, plan: Plan, chains: Chains) -> Schedule:
-    """Index tables of ``plan``."""
+def build_schedule(part: Partition, plan: Plan, chains: Chains, *, lists_chunks: bool = True) -> Schedule:
+    """Index tables of ``plan``. ``lists_chunks``: walks know their chunks, step by step, as the torch backend needs
+    them."""
     segments, rows = plan.segments, chains.rows
+    walk = plan.walk if lists_chunks else plan.chosen
     has_prev, has_next = segments.around
     doc = plan.fragments.doc[segments.slot]
     first, last = (~has_prev).nonzero()[0], (~has_next).nonzero()[0]
     starts = first, plan.entry_docs.searchsorted(doc[first])
     ends = last, plan.exit_docs.searchsorted(doc[last])
-    transfer = plan.walk(has_prev & has_next)
+    transfer = walk(has_prev & has_next)
     return Schedule(
         tokens=_token_tables(part, plan),
         transfer=transfer,
         transfer_row=rows.map_of_segment[transfer.segments],
         num_maps=rows.num_maps,
         compose_maps=chains.of(COMPOSE_MAPS),
-        forward=_side(plan, chains, has_next, starts, ends),
-        adjoint=_side(plan, chains, has_prev, ends, starts, reverse=True),
+        forward=_side((plan, walk), chains, has_next, (starts, ends)),
+        adjoint=_side((plan, walk), chains, has_prev, (ends, starts), reverse=True),
         empty_entry=plan.entry_docs.searchsorted(plan.empty_docs),
         empty_exit=plan.exit_docs.searchsorted(plan.empty_docs),
     )
@@ -201,15 +205,23 @@ Edges = tuple[Ints, Ints]
 """Segments at an edge of their document, and the row of its state in the caller's tensor."""
 
 
-def _side(plan: Plan, chains: Chains, has_after: Ints, starts: Edges, ends: Edges, *, reverse: bool = False) -> Side:
+def _side(
+    planned: tuple[Plan, Callable[..., SegmentSet]],
+    chains: Chains,
+    has_after: Ints,
+    edges: tuple[Edges, Edges],
+    *,
+    reverse: bool = False,
+) -> Side:
+    (plan, walked), (starts, ends) = planned, edges
     rows, num_segments, num_slots = chains.rows, len(plan.segments), len(plan.fragments.doc)
-    summary = plan.walk(has_after, reverse=reverse)
+    summary = walked(has_after, reverse=reverse)
     dependent = rows.remote[reverse * num_slots :][plan.segments.slot]
     row_of = unset(num_segments)
     row_of[ends[0]] = ends[1]
 
     def replay(chosen: Ints) -> Replay:
-        walk = plan.walk(chosen, reverse=reverse)
+        walk = walked(chosen, reverse=reverse)
         if walk is NO_WALK:
             return Replay(walk=walk, end_at=NONE, end_row=NONE)
         row = row_of[walk.segments]

@@ -13,6 +13,9 @@ from torch import Tensor
 
 ALIGN = 32
 """Every table starts at a 256-byte border, counted in int64 elements."""
+PINNED = 1 << 17
+"""Least elements of a pinned buffer, 1 MiB: torch keeps such buffers by size, and the driver, which may wait for the
+device, is asked for one only while packs are in flight whose buffers of that size are all in use."""
 
 Tree = TypeVar("Tree")
 Home = tuple[dict[str, Any], str, Any]
@@ -25,27 +28,22 @@ def upload(tree: Tree, device: torch.device) -> Tree:
     """A copy of ``tree`` with a tensor on ``device`` for every array; one pinned buffer, one copy that does not block.
     What is there twice is moved once."""
     homes: list[Home] = []
-    copy: Tree = _copied(tree, homes, {None: None})
     arrays: dict[int, np.ndarray] = {}
-    for _, _, value in homes:
-        if type(value) is tuple:
-            for array in value:
-                arrays[id(array)] = array
-        else:
-            arrays[id(value)] = value
+    copy: Tree = _copied(tree, homes, arrays, {None: None})
     tables = dict(zip(arrays, _moved([*arrays.values()], device), strict=True))
     for fields, name, value in homes:
         fields[name] = tuple([tables[id(x)] for x in value]) if type(value) is tuple else tables[id(value)]
     return copy
 
 
-def _copied(node: Any, homes: list[Home], known: dict[int | None, Any]) -> Any:
-    """The tree anew, still with arrays; ``homes`` takes where they are. ``known``: nodes that are there, by id."""
+def _copied(node: Any, homes: list[Home], arrays: dict[int, np.ndarray], known: dict[int | None, Any]) -> Any:
+    """The tree anew, still with arrays; ``homes`` takes where they are, ``arrays`` each of them by its id. ``known``:
+    nodes that are there, by id."""
     if node is None:
         return None
     kind: Any = type(node)
     if kind is tuple:
-        return tuple([_copied(item, homes, known) for item in node]) if node else node
+        return tuple([_copied(item, homes, arrays, known) for item in node]) if node else node
     key = id(node)
     if key in known:
         return known[key]
@@ -55,10 +53,14 @@ def _copied(node: Any, homes: list[Home], known: dict[int | None, Any]) -> Any:
     for name in _names_of_tables(kind):
         value = fields[name]
         held = type(value)
-        if held is np.ndarray or (held is tuple and value and type(value[0]) is np.ndarray):
+        if held is np.ndarray:
+            arrays[id(value)] = value
+            homes.append((fields, name, value))
+        elif held is tuple and value and type(value[0]) is np.ndarray:
+            arrays.update(zip(map(id, value), value, strict=True))
             homes.append((fields, name, value))
         elif value is not None:
-            fields[name] = _copied(value, homes, known)
+            fields[name] = _copied(value, homes, arrays, known)
     return copy
 
 
@@ -74,6 +76,15 @@ def _is_plain(hint: Any) -> bool:
     return all(map(_is_plain, inside)) if inside else hint in _PLAIN
 
 
+def _buffer(pieces: list[np.ndarray], size: int, device: torch.device) -> Tensor:
+    """The pieces one after the other on the device, written once on the host: pinned where they are copied."""
+    if device.type == "cpu":
+        return torch.from_numpy(np.concatenate(pieces))
+    host = torch.empty(max(size, PINNED), dtype=torch.int64, pin_memory=True)[:size]
+    np.concatenate(pieces, out=host.numpy())
+    return host.to(device, non_blocking=True)
+
+
 def _moved(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:
     """The table of each array, all in one buffer."""
     pieces, sizes = [_PADDING[0]], [0]  # a table without entries is the first piece
@@ -83,10 +94,7 @@ def _moved(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:
             rest = -size % ALIGN
             pieces += array if array.ndim == 1 else array.reshape(-1), _PADDING[rest]
             sizes += size, rest
-    buffer = torch.from_numpy(np.concatenate(pieces))
-    if device.type != "cpu":
-        buffer = buffer.pin_memory().to(device, non_blocking=True)
-    nothing, *tables = buffer.split_with_sizes(sizes)
+    nothing, *tables = _buffer(pieces, sum(sizes), device).split_with_sizes(sizes)
     filled = iter(tables[::2])
     found = [next(filled) if array.size else nothing for array in arrays]
     return [t if a.ndim == 1 else t.view(a.shape) for a, t in zip(arrays, found, strict=True)]

@@ -8,7 +8,7 @@ temporaries inside of torch's products, nor messages in flight.
 import math
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -64,16 +64,18 @@ def workspace_layout(ctx: "Context", *, tapes: str = "rerun", document_states: b
     """Every buffer of a call's forward and backward under ``ctx`` on this rank.
 
     Args:
-        tapes: "rerun", or "kept" for a backward that gets its tapes from a recompute. ``Options(save="full")`` has the
-            kept form always; the kernels keep no tapes.
+        tapes: "rerun", or "kept" for a call that saves its tapes or gets them from a recompute, which
+            ``Options(save="full")`` always does.
         document_states: whether initial states come in or final ones are asked for, for which the kernels need room
             with many documents; the torch backend has it always.
     """
     if tapes not in FORMS:
         raise ValueError(f"tapes: got {tapes!r}, expected one of {FORMS}")
+    kept = tapes == "kept" or ctx.options.keeps_tapes
     if ctx.kernels is not None:
-        return Layout(**{phase: ctx.kernels.buffers(phase, document_states=document_states) for phase in PHASES})
-    return Layout(forward=_forward(ctx), backward=_backward(ctx, kept=tapes == "kept" or ctx.options.keeps_tapes))
+        how = {"kept": kept, "document_states": document_states}
+        return Layout(**{phase: ctx.kernels.buffers(phase, **how) for phase in PHASES})
+    return Layout(forward=_forward(ctx), backward=_backward(ctx, kept=kept))
 
 
 def workspace_bytes(ctx: "Context", *, tapes: str = "rerun", document_states: bool = True) -> int:
@@ -94,15 +96,15 @@ def handoff_bytes(ctx: "Context", *, use_qk_l2norm_in_kernel: bool = False) -> d
         ``o`` and ``final_state`` of a forward (the torch backend makes the latter whether it is asked for or not, the
         kernels only if it is);
         ``gradients`` of q, k, v, g and beta (the last two counted in ``ctx.state_dtype``) and
-        ``initial_state_gradient`` of a backward; ``kept_tapes`` of a recompute that hands its tapes on.
+        ``initial_state_gradient`` of a backward; ``kept_tapes`` of a call that saves its tapes or hands them on.
     """
     (heads, value_heads), (key_dim, value_dim), tokens = ctx.heads, ctx.head_dims, ctx.num_tokens
     wide, state = ctx.state_dtype.itemsize, math.prod((value_heads, key_dim, value_dim)) * ctx.state_dtype.itemsize
-    row, kept = 2 * heads * key_dim + value_heads * value_dim, 0
+    row = 2 * heads * key_dim + value_heads * value_dim
+    shapes = ctx.tape_store.kept_shapes(heads, ctx.state_shape, l2norm=use_qk_l2norm_in_kernel)
+    kept = sum(map(math.prod, shapes.values())) * ctx.tape_dtype.itemsize
     if ctx.kernels is None:
-        shapes = ctx.backend.kept_shapes(heads, ctx.state_shape, l2norm=use_qk_l2norm_in_kernel)
-        live = math.prod(shapes["beta"])  # one byte per row and head
-        kept = sum(map(math.prod, shapes.values())) * wide + live
+        kept += math.prod(shapes["beta"])  # which gates live: one byte per row and head
     return {
         "o": tokens * value_heads * value_dim * ctx.dtype.itemsize,
         "final_state": len(ctx.exit_docs) * state,
@@ -170,23 +172,19 @@ class Room:
         return piece.view(buffer.dtype).view(buffer.shape)
 
 
-@contextmanager
 def bind(
     ctx: "Context", phase: str, workspace: Workspace | None, *, kept: bool = False, document_states: bool = True
-) -> Iterator[Room]:
+) -> AbstractContextManager[Room]:
     """Buffers of a phase from the caller's workspace, or from memory that is freed at the end."""
     if ctx.kernels is not None:
-        buffers = ctx.kernels.buffers(phase, document_states=document_states)
+        buffers = ctx.kernels.buffers(phase, kept=kept, document_states=document_states)
         if workspace is None:
-            yield Room(buffers, ctx.device)
-            return
+            return nullcontext(Room(buffers, ctx.device))
     else:
         buffers = workspace_layout(ctx, tapes="kept" if kept else "rerun").phase(phase)
     if workspace is None:
-        size = max((buffer.end for buffer in buffers), default=0)
-        workspace = Workspace(size, ctx.device)
-    with workspace.bind(phase, buffers) as room:
-        yield room
+        workspace = Workspace(max((buffer.end for buffer in buffers), default=0), ctx.device)
+    return workspace.bind(phase, buffers)
 
 
 def check_workspace(

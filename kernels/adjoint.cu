@@ -83,7 +83,7 @@ __device__ __forceinline__ void take_writes(const Tiles& tiles, int s, float (&d
     wgmma_commit();
 }
 
-__device__ __forceinline__ void adjoint_chunk(const WalkParams& p, AdjointSmem& sm, float (&dS)[64], const Item& item, int c, int half, int t) {
+__device__ __forceinline__ void adjoint_chunk(const WalkParams& p, AdjointSmem& sm, float (&dS)[64], const Item& item, int c, bool zero, int half, int t) {
     const int s = c % STAGES;
     const Scalars& scalar = sm.signals.scalars[s];
     const u32 k = smem_addr(sm.tiles.k[s]);
@@ -102,7 +102,7 @@ __device__ __forceinline__ void adjoint_chunk(const WalkParams& p, AdjointSmem& 
     add_outputs(sm.tiles, s, X, dS, dout, to_state, scalar.decay);
 #if EMIT
     free_previous(sm, c, half, t);
-    emit_state(p, sm.image[half], state, item, c, half, t);
+    if (!zero) emit_state(p, sm.image[half], state, item, c, half, t);
 #endif
     wgmma_wait<1>();
     take_writes(sm.tiles, s, dV, dS, X, scalar, t);
@@ -116,5 +116,5 @@ __device__ __forceinline__ void adjoint_chunk(const WalkParams& p, AdjointSmem& 
 extern "C" __device__ const int shared_bytes = sizeof(AdjointSmem);  // asked for at the launch
 
 extern "C" __global__ void __launch_bounds__(384, 1) adjoint(const __grid_constant__ WalkParams p) {
-    run_item<AdjointSmem>(p, [&](AdjointSmem& sm, float (&dS)[64], const Item& item, int c, int half, int t) { adjoint_chunk(p, sm, dS, item, c, half, t); });
+    run_item<AdjointSmem>(p, [&](AdjointSmem& sm, float (&dS)[64], const Item& item, int c, bool zero, int half, int t) { adjoint_chunk(p, sm, dS, item, c, zero, half, t); });
 }

@@ -9,6 +9,7 @@
 //   3    warp 0 copies ahead, warp 1 makes the scalars and writes the gradients of gate and beta
 // The gradient of the raw gate is what flows across a token t, so that nothing large cancels (docs/design.md):
 //   dg_t = sum_{i>=t} (q.dQ + k.dK_read)_i + sum_{j<t} (k.dK_write)_j + sum_{j<t<=i} E_ij + gam_C <S, dS'>
+// What a state or an adjoint that is zero would add is left out.
 // Reads per chunk and value head: 32 KB each of S and dS', 16 KB each of Vn, dV, dO; 32 KB of q, k per group, as much written.
 #include "grad_pairs.cuh"
 
@@ -57,32 +58,31 @@ __device__ __forceinline__ void key_step(const GradParams& p, GradSmem& sm, cons
     const int s = at.step & 1, lane = t % 32, r = t / 32 * 16 + lane / 4;
     const Scalars& scalar = sm.scalars[s];
     RowSums& sums = sm.sums[s];
-    float acc[32];
+    const bool state = !(at.zero & NO_STATE), adjoint = !(at.zero & NO_ADJOINT);
+    float2 read = make_float2(0.f, 0.f), more = read, written = read;
+    float acc[32], sum = 0.f;
     wait_loaded(sm, DOUT, at.step), wait_loaded(sm, S0 + s, at.step / 2);
-    wgmma_fence();
-    tile_image(acc, sm.dout, sm.s[s], half);
+    if (state) wgmma_fence(), tile_image(acc, sm.dout, sm.s[s], half);
     wait_loaded(sm, QK, at.item);
     barrier_wait(&sm.scalars_ready[s], at.step / 2 & 1);
     barrier_wait(&sm.sums_free[s], (at.step / 2 & 1) ^ 1);
     const float gam0 = scalar.gam[r], gam1 = scalar.gam[r + 8];
     wgmma_wait<0>();
     release(sm, DOUT, t);
-    float2 read = add_rows(dQ, acc, sm.q + half * HALF, gam0 * p.scale, gam1 * p.scale, t);
+    if (state) read = add_rows(dQ, acc, sm.q + half * HALF, gam0 * p.scale, gam1 * p.scale, t);
     wait_loaded(sm, DV, at.step);
-    wgmma_fence();
-    tile_image(acc, sm.dv, sm.s[s], half);
+    if (state) wgmma_fence(), tile_image(acc, sm.dv, sm.s[s], half);
     wait_loaded(sm, DS, at.step);
-    const float sum = carried(sm, s, half, t);
+    if (state && adjoint) sum = carried(sm, s, half, t);
     wgmma_wait<0>();
     release(sm, DV, t), release(sm, S0 + s, t);
-    const float2 more = add_rows(dK, acc, sm.k + half * HALF, -gam0, -gam1, t);
+    if (state) more = add_rows(dK, acc, sm.k + half * HALF, -gam0, -gam1, t);
     if (lane % 4 == 0) sums.read[half][r] = read.x + more.x, sums.read[half][r + 8] = read.y + more.y;
     wait_loaded(sm, VN0 + s, at.step / 2);
-    wgmma_fence();
-    tile_image(acc, sm.vn[s], sm.ds, half);
+    if (adjoint) wgmma_fence(), tile_image(acc, sm.vn[s], sm.ds, half);
     wgmma_wait<0>();
     release(sm, VN0 + s, t), release(sm, DS, t);
-    const float2 written = add_rows(dK, acc, sm.k + half * HALF, scalar.e[r], scalar.e[r + 8], t);
+    if (adjoint) written = add_rows(dK, acc, sm.k + half * HALF, scalar.e[r], scalar.e[r + 8], t);
     if (lane % 4 == 0) sums.written[half][r] = written.x, sums.written[half][r + 8] = written.y;
     if (lane == 0) sums.carried[half * 4 + t / 32] = sum;
     __syncwarp();

@@ -7,7 +7,8 @@
 constexpr int HELPER_REGISTERS = 56, WORKER_REGISTERS = 152;
 constexpr float BETA_FLOOR = 0x1p-40f;  // as in inverse.cuh
 
-struct alignas(16) Step { int first_row, count, head, chunk; };  // a chunk and a q/k head
+enum Zero { NO_STATE = 1, NO_ADJOINT = 2 };  // the state before (the adjoint after) a chunk is zero, and was not written
+struct alignas(16) Step { int first_row, count; short head, zero; int chunk; };  // a chunk and a q/k head
 
 struct GradParams {
     TensorMap k, q, dout, dv, dq_map, dk_map;  // [tokens, heads, 128] bf16, boxes of 64 channels x 1 head x 64 tokens
@@ -20,6 +21,7 @@ struct GradParams {
     float *dg, *dbeta;                         // [T, HV]
     float scale;
     int tokens, value_heads, num_steps, row;   // from token to token of dq and of dk, in elements
+    int zero;                                  // which flags of the steps hold in this call
 };
 
 enum Buffer { QK, DOUT, DV, DS, S0, S1, VN0, VN1, BUFFERS };
@@ -35,14 +37,14 @@ struct alignas(1024) GradSmem {
     u64 loaded[BUFFERS], freed[BUFFERS], scalars_ready[2], sums_ready[2], sums_free[2], pairs_ready, pairs_free;
 };
 
-struct Place { int step, item, head, value_head; int2 chunk; int image; };  // one value head of one step
+struct Place { int step, item, head, value_head; int2 chunk; int image, zero; };  // one value head of one step
 
 template <typename Work> __device__ __forceinline__ void each_step(const GradParams& p, Work work) {
     int step = 0, item = 0;
     for (int w = blockIdx.x; w < p.num_steps; w += gridDim.x, item++) {
         const Step at = p.steps[w];
         for (int member = 0; member < GROUP; member++, step++)
-            work(Place{step, item, at.head, at.head * GROUP + member, make_int2(at.first_row, at.count), w * GROUP + member}, member);
+            work(Place{step, item, at.head, at.head * GROUP + member, make_int2(at.first_row, at.count), w * GROUP + member, at.zero & p.zero}, member);
     }
 }
 
@@ -60,17 +62,21 @@ __device__ __forceinline__ u64* acquire(GradSmem& sm, int buffer, int uses, u32 
 __device__ __forceinline__ void load_tile(char* tile, const TensorMap* map, u64* bar, int head, int row) {
     for (int half = 0; half < 2; half++) tma_load(tile + half * HALF, map, bar, half * 64, head, row);
 }
+__device__ __forceinline__ void load_image(GradSmem& sm, char* image, const char* from, int buffer, int uses, bool there) {
+    u64* bar = acquire(sm, buffer, uses, there * IMAGE);
+    if (there) bulk_load(image, from, IMAGE, bar);
+}
 __device__ __forceinline__ void copies(const GradParams& p, GradSmem& sm) {
     each_step(p, [&](const Place& at, int member) {
         const int s = at.step & 1, bytes = at.chunk.y * 128;
         const long long image = static_cast<long long>(at.image) * IMAGE;
-        bulk_load(sm.s[s], p.states + image, IMAGE, acquire(sm, S0 + s, at.step / 2, IMAGE));
+        load_image(sm, sm.s[s], p.states + image, S0 + s, at.step / 2, !(at.zero & NO_STATE));
         u64* values = acquire(sm, VN0 + s, at.step / 2, 2 * bytes);
         for (int half = 0; half < 2; half++)
             bulk_load(sm.vn[s] + half * HALF, p.values + image / 2 + half * HALF, bytes, values);
         load_tile(sm.dout, &p.dout, acquire(sm, DOUT, at.step, TILE), at.value_head, at.chunk.x);
         load_tile(sm.dv, &p.dv, acquire(sm, DV, at.step, TILE), at.value_head, at.chunk.x);
-        bulk_load(sm.ds, p.adjoints + image, IMAGE, acquire(sm, DS, at.step, IMAGE));
+        load_image(sm, sm.ds, p.adjoints + image, DS, at.step, !(at.zero & NO_ADJOINT));
         if (member == 0) {
             u64* bar = acquire(sm, QK, at.item, 2 * TILE);
             load_tile(sm.q, &p.q, bar, at.head, at.chunk.x);

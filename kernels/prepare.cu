@@ -2,8 +2,8 @@
 // N = (I + L diag b)^-1 L, L = strict(K K^T), D_ij = exp(g_i - g_j) of the cumulative gates.
 //
 // Grid: chunks x H, heads fastest (neighbours share rows of memory). Block: two warps per value head, at least one warpgroup. Reads 64
-// rows of q and k and the chunk's beta and g; writes T in bf16 into the first 64 channels of a [T, HV, 128] tensor that a walk will
-// fill, Q K^T [H, T, 64] in fp16, zero above the diagonal, as swizzled images, and the log bound of each chunk's map.
+// rows of q and k and the chunk's beta and g; writes T in bf16 (its own tensor, or the first channels of one that a walk will fill),
+// Q K^T [H, T, 64] in fp16, zero above the diagonal, as swizzled images, and the log bound of each chunk's map.
 // L2NORM: q and k are raw; their norms scale the products and are written to rstd.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -14,11 +14,11 @@ struct PrepareParams {
     TensorMap t_map;             // of t: boxes of 64 channels x 1 head x 64 tokens
     const __nv_bfloat16 *q, *k;  // row and head strides in elements below
     const float* beta;           // [T, HV]
-    __nv_bfloat16* t;            // [T, HV, 128], heads dense, the first 64 channels
+    __nv_bfloat16* t;            // [T, HV, 64]
     char* qk;                    // [H, T, 64] fp16, zero above the diagonal
     const int2* chunks;          // first row, count
     long long q_row, q_head, k_row, k_head;
-    int tokens, value_heads, t_row;  // from token to token of t, in elements
+    int tokens, value_heads, t_row, t_head;  // from token to token of t and from head to head, in elements
     const float* g;              // [T, HV]
     float* bound;                // [HV, chunks], or null
     float* rstd;                 // [2, H, T] (q, then k), L2NORM only
@@ -160,7 +160,7 @@ __device__ __forceinline__ void store_inverse(const PrepareParams& p, const char
         return;
     }
     for (int i = half * 32 + lane; i < chunk.y * 8; i += 64)
-        *reinterpret_cast<uint4*>(p.t + (chunk.x + static_cast<long long>(i / 8)) * p.t_row + head * 128 + i % 8 * 8) =
+        *reinterpret_cast<uint4*>(p.t + (chunk.x + static_cast<long long>(i / 8)) * p.t_row + head * p.t_head + i % 8 * 8) =
             *reinterpret_cast<const uint4*>(image + swizzled(i / 8, i % 8 * 16));
 }
 

@@ -19,11 +19,12 @@ struct Item { int first_chunk, chunks; short head, run; int segment; };
 
 struct WalkParams {
     TensorMap k, q, v, out_map;  // [tokens, heads, 128] bf16, boxes of 64 channels x 1 head x 64 tokens; see `out`
+    TensorMap t;                 // [T, HV, 64], T; it may lie in `out`, whose chunks are written after they are read
     const char* qk;              // [H, T, 64] fp16, swizzled per chunk: Q K^T, zero above the diagonal
     const float* g;              // [T, HV], raw log gates
     const float* rstd;           // [2, H, T]: 1 / norm of q and of k where the kernel normalizes, else null
     const int2* chunks;          // first row, count
-    __nv_bfloat16* out;          // [T, HV, 128]: o, or dv in the adjoint walk; until a chunk is written its first 64 channels hold T
+    __nv_bfloat16* out;          // [T, HV, 128]: o, or dv in the adjoint walk
     float scale;
     int tokens, value_heads, group, out_row;  // from token to token of `out`, in elements
     const Item* items;
@@ -78,7 +79,7 @@ __device__ __forceinline__ void load_chunk(const WalkParams& p, Tiles& sm, Signa
 #endif
         if (has_v(item)) tma_load(sm.v[s] + half * HALF, &p.v, bar, half * 64, item.head, chunk.x);
     }
-    tma_load(sm.t[s], &p.out_map, bar, 0, item.head, chunk.x);
+    tma_load(sm.t[s], &p.t, bar, 0, item.head, chunk.x);
 #if HAS_Q
     bulk_load(sm.p[s], p.qk + (static_cast<long long>(head) * p.tokens + chunk.x) * 128, chunk.y * 128, bar);
 #endif
@@ -306,18 +307,19 @@ __device__ __forceinline__ int trim(const WalkParams& p, Item& item) {
 template <typename Smem, typename Chunk> __device__ __forceinline__ void run_summary(const WalkParams& p, Smem& sm, const Item& item, int hidden, int half, int t, Chunk chunk) {
     float state[64];
     start_state(p, state, item, hidden || is_map(item) || !p.start ? -1 : p.rows[item.segment].x, half, t);
-    for (int c = 0; c < item.chunks; c++) chunk(sm, state, item, c, half, t);
+    for (int c = 0; c < item.chunks; c++) chunk(sm, state, item, c, false, half, t);
     if (is_map(item)) end_state(p.maps, p, state, item, p.segments[item.segment].z, half, t);
     else end_state(p.end, p, state, item, p.rows[item.segment].y, half, t);
 }
-// A run, segment by segment; the chunks leave copies under way.
+// A run, segment by segment; the chunks leave copies under way, but of a state that is zero.
 template <typename Smem, typename Chunk> __device__ __forceinline__ void run_segments(const WalkParams& p, Smem& sm, const Item& item, int half, int t, Chunk chunk) {
     float state[64];
     int c = 0;
     for (int i = 0; c < item.chunks; i++) {
         const int segment = p.items[blockIdx.x].segment + (REVERSE ? item.run - 1 - i : i);  // read again, not kept in a register
-        start_state(p, state, item, p.start ? p.rows[segment].x : -1, half, t);
-        for (const int last = c + p.segments[segment].y; c < last; c++) chunk(sm, state, item, c, half, t);
+        const int row = p.start ? p.rows[segment].x : -1, first = c;
+        start_state(p, state, item, row, half, t);
+        for (const int last = c + p.segments[segment].y; c < last; c++) chunk(sm, state, item, c, row < 0 && c == first, half, t);
         end_state(p.end, p, state, item, p.rows[segment].y, half, t);
     }
     bulk_wait<0>();

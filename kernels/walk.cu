@@ -101,7 +101,7 @@ __device__ __forceinline__ void solve(const Tiles& tiles, int s, float (&X)[32],
     wgmma_wait<0>();
 }
 
-__device__ __forceinline__ void state_chunk(const WalkParams& p, WalkSmem& sm, float (&S)[64], const Item& item, int c, int half, int t) {
+__device__ __forceinline__ void state_chunk(const WalkParams& p, WalkSmem& sm, float (&S)[64], const Item& item, int c, bool zero, int half, int t) {
     const int s = c % STAGES;
     const Scalars& scalar = sm.signals.scalars[s];
     u32 state[32], values[16] = {}, w[16], plain[16], scaled[16];
@@ -115,7 +115,7 @@ __device__ __forceinline__ void state_chunk(const WalkParams& p, WalkSmem& sm, f
 #if EMIT_S
     if (t == 0) bulk_wait_read<0>();
     half_barrier(half);
-    emit_state(p, sm.image[half], state, item, c, half, t);
+    if (!zero) emit_state(p, sm.image[half], state, item, c, half, t);
 #endif
     residual(w, values, U, scalar, t);
     solve(sm.tiles, s, X, S, w, scalar.decay);
@@ -139,5 +139,5 @@ __device__ __forceinline__ void state_chunk(const WalkParams& p, WalkSmem& sm, f
 extern "C" __device__ const int shared_bytes = sizeof(WalkSmem);  // asked for at the launch
 
 extern "C" __global__ void __launch_bounds__(384, 1) walk(const __grid_constant__ WalkParams p) {
-    run_item<WalkSmem>(p, [&](WalkSmem& sm, float (&S)[64], const Item& item, int c, int half, int t) { state_chunk(p, sm, S, item, c, half, t); });
+    run_item<WalkSmem>(p, [&](WalkSmem& sm, float (&S)[64], const Item& item, int c, bool zero, int half, int t) { state_chunk(p, sm, S, item, c, zero, half, t); });
 }

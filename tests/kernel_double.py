@@ -18,7 +18,7 @@ from cp_gdn import affine, context, on_kernels
 from cp_gdn.backends import hopper, hopper_backward, hopper_walk
 from cp_gdn.backends.choice import BackendChoice
 from cp_gdn.backends.hopper_hops import KernelHops
-from cp_gdn.backends.hopper_prepare import Prepared, prepared_parts
+from cp_gdn.backends.hopper_prepare import Prepared, prepared_parts, tape_bytes
 from cp_gdn.backends.hopper_walk import Ends, Items, WalkInputs
 from cp_gdn.reference import gated_delta_step
 from cp_gdn.workspace import Room
@@ -36,7 +36,7 @@ def fold(
     if not hops.num_chains:
         return
     table = hops.hops.view(torch.int32).view(-1, 4).tolist()
-    chains = hops.chains.view(torch.int32)[: hops.num_chains + 1].tolist()
+    chains = hops.chains.view(torch.int32)[hops.first_chain :][: hops.num_chains + 1].tolist()
     for first, last in reversed(list(pairwise(chains))):
         for dst, src, offset, row in table[first:last]:
             m = None if row < 0 else maps[row].mT if adjoint else maps[row]
@@ -44,14 +44,11 @@ def fold(
             states[dst] = out if offsets is None else out + offsets[offset]
 
 
-def prepare(
-    kernel: Any, queries_keys: tuple[Tensor, Tensor], gates: Any, chunks: Tensor, t: Tensor, room: Tensor
-) -> Any:
-    """T is left where a walk will put its output."""
-    heads = (queries_keys[0].shape[1], t.shape[1])
-    assert room.numel() == prepared_parts(len(t), heads, len(chunks))[-1]
-    t.fill_(POISON)
-    return Prepared(t=t, room=room, at=(0, 0, 0), heads=heads, chunks=len(chunks))
+def prepare(kernel: Any, queries_keys: tuple[Tensor, Tensor], gates: Any, chunks: Tensor, made: Prepared) -> None:
+    """T, which the doubles do not need."""
+    sizes = (len(made.t), made.heads, len(chunks))
+    assert made.memory.numel() in (prepared_parts(*sizes)[-1], tape_bytes(*sizes))
+    made.t.fill_(POISON)
 
 
 def poisoned(room: Room, name: str, take: Any = Room.take) -> Tensor:
@@ -105,7 +102,7 @@ class Walks:
         leaves = leaves_of(x, rows, head, None if kernel == "m" else x.v)
         outputs, state = tokens(leaves, state, x.scale)
         if kernel == "o":
-            x.prepared.t[rows, head] = outputs.to(x.v.dtype)
+            x.out[rows, head] = outputs.to(x.v.dtype)
         return state
 
     def backward(self, kernel: str, x: WalkInputs, item: tuple[int, int], rows: list[int], after: Tensor) -> Tensor:
@@ -118,7 +115,7 @@ class Walks:
             loss = (outputs * x.v[rows, head].float()).sum() + (end * after).sum()
             *grads, before = torch.autograd.grad(loss, [*leaves.values(), entry], materialize_grads=True)
         if replay:
-            dv = x.prepared.t
+            dv = x.out
             key_head = head * x.q.shape[1] // x.v.shape[1]
             for name, value in zip(NAMES, grads, strict=True):
                 place = key_head if name in ("q", "k") else head
@@ -131,7 +128,7 @@ class Walks:
         """Those of the tokens and heads walked since the last call; dv is there already."""
         heads, value_heads = x.prepared.heads
         group = value_heads // heads
-        for row, count, head, _ in steps.tolist():
+        for row, count, head, _ in (steps & torch.tensor([-1, -1, 0xFFFF, -1], dtype=torch.int32)).tolist():
             for name in ("q", "k", "g", "beta"):
                 own = slice(head, head + 1) if name in ("q", "k") else slice(head * group, (head + 1) * group)
                 room = getattr(out, name)

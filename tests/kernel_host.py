@@ -100,9 +100,12 @@ class HostKernel:
 
 def tensor_map(x: Tensor) -> bytes:
     """`launch.tensor_map` as the CPU's `ptx.cuh` reads it."""
-    tokens, heads, channels = x.shape
-    words = (x.data_ptr(), tokens, heads, channels, 2 * x.stride(0), 2 * x.stride(1))
-    return struct.pack("<16Q", *words, *(0,) * 10)
+    return map_at(x.data_ptr(), x.shape, x.stride())
+
+
+def map_at(pointer: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> bytes:
+    """`launch.map_at` as the CPU's `ptx.cuh` reads it."""
+    return struct.pack("<16Q", pointer, *shape, 2 * strides[0], 2 * strides[1], *(0,) * 10)
 
 
 def chosen(asked: dict[str, Any], comm: Comm) -> BackendChoice:
@@ -126,8 +129,10 @@ def host_kernels(seed: int = 0) -> Iterator[None]:
             patch.setattr(module, "load", load)
         for module in (hopper, hopper_prepare):
             patch.setattr(module, "load_prepare", load_prepare)
-        for module in (hopper_walk, hopper_grad, hopper_prepare):
+        for module in (hopper_walk, hopper_grad):
             patch.setattr(module, "tensor_map", tensor_map)
+        for module in (hopper_walk, hopper_prepare):
+            patch.setattr(module, "map_at", map_at)
         for module in (hopper, hopper_backward, hopper_fold, on_kernels):
             patch.setattr(module, "on_device", lambda index: nullcontext())
         patch.setattr(hopper, "cubins", lambda variants: None)

@@ -25,7 +25,6 @@ MISFITS = {
     "dtype": ({"dtype": torch.float32}, "dtype torch.float32: the kernels take torch.bfloat16"),
     "head dims": ({"head_dims": (128, 64)}, "head_dims (128, 64): the kernels take (128, 128)"),
     "group": ({"heads": (2, 10)}, "5 value heads per query/key head: the kernels take 1, 2, 3, 4, 8"),
-    "tapes": ({"options": Options(save="full")}, "Options(save='full'): the kernels keep no tapes yet"),
     "device": ({"device": "cpu"}, "device cpu: the kernels need a Hopper GPU (sm_90)"),
 }
 

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cp_gdn import cost_model
+from cp_gdn.backends.hopper_items import run_items
 from cp_gdn.calibration import H200_MODEL, Settings
-from cp_gdn.cost_model import ALL, BESIDE, RankModel, quantities, step_ns
+from cp_gdn.cost_model import ALL, BESIDE, SUMMARIES, RankModel, quantities, step_ns
 from cp_gdn.layout import partition
 from cp_gdn.makespan import rank_tables, table_rows
 from cp_gdn.plan import build_plan
@@ -33,17 +34,20 @@ def test_the_model_walks_the_chunks_of_the_segments_that_the_plan_walks(layout: 
     part = partition([0, 700, 701, 701, 1500, 4000, 4064], 3, layout)
     lone = replace(H200_MODEL, sm_count=1)
     for rank, table in enumerate(rank_tables(part)):
-        segments, fragments = build_plan(part, rank, p_vector=[p] * 3).segments, len(part.of_rank(rank).doc)
-        chunks = segments.num_chunks
+        plan, fragments = build_plan(part, rank, p_vector=[p] * 3), len(part.of_rank(rank).doc)
+        segments, chunks = plan.segments, plan.segments.num_chunks
         has_prev, has_next = segments.has_prev.astype(int), segments.has_next.astype(int)
         counts, model = quantities(table, p, 1, lone), RankModel(table, 1, lone, np.array([p]))
-        walked = [(chunks * taken).sum() for taken in (1, has_next, has_prev, has_prev * has_next)]
+        walked = [(chunks * taken).sum() for taken in (1, has_next, has_prev, has_next + has_prev * has_next)]
         assert model.even[ALL, 0] == walked[ALL]
         for of, expected in enumerate(walked):  # segments of a fragment count as equally long
-            assert abs(model.even[of, 0] - expected) <= 2 * fragments
-            assert model.even[of, 0] <= model.chain[of, 0] <= model.even[of, 0] + len(chunks)
+            sets = 1 + (of == SUMMARIES)  # for B, and once more for M
+            assert abs(model.even[of, 0] - expected) <= 2 * fragments * sets
+            assert model.even[of, 0] <= model.chain[of, 0] <= model.even[of, 0] + len(chunks) * sets
         assert counts["prepare"] == 2 * chunks.sum()
-        walked = 3 * len(chunks) + has_next.sum() + (has_next * has_prev).sum() + has_prev.sum()
+        starts = model.starts[ALL, 0]
+        assert abs(starts - len(run_items(plan.segments, np.arange(len(chunks))))) <= fragments
+        walked = 3 * starts + has_next.sum() + (has_next * has_prev).sum() + has_prev.sum()
         assert counts["segment"] == walked
 
 
@@ -57,7 +61,7 @@ def test_one_uncut_document_in_two_segments_counts_as_the_module_says() -> None:
     whole = quantities([(100, 0)], 1, 4, H200_MODEL)
     assert (whole["walk_summary"], whole["fold_hop"], whole["launch"]) == (0, 0, 6)
     crossing = quantities([(100, 1, 0)], 2, 16, H200_MODEL)
-    assert (crossing["exchange"], crossing["link_mib"], crossing["walk_summary"]) == (2, 1, 50 + 50)  # two B, one M
+    assert (crossing["exchange"], crossing["link_mib"], crossing["walk_summary"]) == (2, 1, 50)  # B and M at once
 
 
 def test_decay_leaves_of_every_summary_a_few_chunks_and_of_every_map_none() -> None:
@@ -78,7 +82,7 @@ def test_decay_leaves_of_every_summary_a_few_chunks_and_of_every_map_none() -> N
     assert found[0] == [steady, steady]
     assert found[500] == [steady, (steady + decayed) / 2]
     short = RankModel(table_rows([(4, 0, 0)]), 1, replace(H200_MODEL, sm_count=1), np.array([2]))
-    assert short.walk_ns("offsets", decayed=True) == short.walk_ns("offsets", decayed=False) > 0
+    assert short.walk_ns("summaries", decayed=True) == short.walk_ns("summaries", decayed=False) > 0
 
 
 @pytest.mark.parametrize(
@@ -111,6 +115,14 @@ def test_a_plan_for_either_gate_alone_is_another_than_one_for_both() -> None:
         found.append(1 + int(model.losses().argmin()))
         assert found[-1] == p_vector("measured", [[(128, 0)] * 8], 8, 132, device)[0]
     assert found == [1, 2]  # slow gates: +2.4 % at two segments; gates of models: +15 % at one
+
+
+def test_segments_shorter_than_a_run_share_a_block_and_are_no_more_items() -> None:
+    model = RankModel(table_rows([(96, 0)]), 1, replace(H200_MODEL, sm_count=132), np.array([1, 4, 8, 32]))
+    assert model.chain[ALL].tolist() == [96, 24, 24, 24]
+    lone = RankModel(table_rows([(96, 0)]), 1, replace(H200_MODEL, sm_count=1), np.array([1, 4, 8, 32]))
+    assert lone.starts[ALL].tolist() == [1, 4, 4, 4]
+    assert lone.starts[SUMMARIES].tolist() == [0, 3 + 2, 7 + 6, 31 + 30]  # one by one: each has its own decay bound
 
 
 def test_the_measured_rule_refuses_to_split_where_documents_fill_the_device() -> None:

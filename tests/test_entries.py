@@ -48,25 +48,25 @@ def assert_same(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
 
 
 def forward_arguments(ctx: Context) -> tuple[Any, ...]:
-    leaves = local_inputs(ctx, PACK)
-    return (*leaves.values(), ctx.handle, 0.25, True)
+    return library.arguments(ctx, [*local_inputs(ctx, PACK).values()], 0.25, True)
 
 
 def backward_arguments(ctx: Context) -> tuple[Any, ...]:
     args = forward_arguments(ctx)
     o, final, *saved = (x.detach() for x in library.forward_op(*args))
     again = [] if ctx.options.keeps_states else [args[5].detach()]
-    return (o, final, [*(t.detach() for t in args[:5]), *saved, *again], *args[6:], True)
+    tensors = [*(t.detach() for t in args[:5]), *saved, *again]
+    return (o, final, tensors, ctx.handle, 0.25, True, list(args[5].shape))
 
 
 def conv_arguments(ctx: Context) -> tuple[Any, ...]:
     x, weight, bias = (torch.randn(shape, requires_grad=True) for shape in ((ctx.num_tokens, 6), (6, 4), (6,)))
-    return (x, weight, bias, ctx.handle, "silu")
+    return (x, weight, bias, ctx.handle, ctx.traced.halo, "silu")
 
 
 def conv_backward_arguments(ctx: Context) -> tuple[Any, ...]:
     x, weight, bias = (t.detach() for t in conv_arguments(ctx)[:3])
-    return (x, [x, x.new_empty(0, 6), weight, bias], ctx.handle, "silu")
+    return (x, [x, x.new_empty(ctx.traced.halo), weight, bias], ctx.handle, "silu")
 
 
 OPERATORS: dict[str, tuple[Any, Callable[[Context], tuple[Any, ...]]]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
@@ -23,6 +24,9 @@ MEMORY = [  # case, states of documents, options
     (CASES[4], True, Options()),
     (CASES[4], False, Options(boundary="recompute")),
     (CASES[6], False, Options(save_transfer=False)),
+    (CASES[1], True, Options(save="light")),
+    (CASES[4], False, Options(save="full", save_transfer=False)),
+    (CASES[6], True, Options(save="full")),
 ]
 
 
@@ -35,25 +39,34 @@ def bound_by(comm: Comm, case: tuple, states: bool, options: Options) -> list[tu
     leaves = {name: x[name][ctx.token_ids].requires_grad_() for name in NAMES}
     if states:
         leaves["initial_state"] = x["initial"][list(ctx.entry_docs)].requires_grad_()
-    layout = cp_gdn.workspace_layout(ctx, document_states=states)
+    tapes = "rerun" if options.save == "light" or options.boundary == "recompute" else "kept"
+    layout = cp_gdn.workspace_layout(ctx, tapes=tapes, document_states=states)
     room, held = cp_gdn.Workspace(cp_gdn.workspace_bytes(ctx, document_states=states)), []
+    counted = torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t)
 
-    def step(workspace: cp_gdn.Workspace | None) -> list[Tensor]:
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t):
+    def step(workspace: cp_gdn.Workspace | None, hooks: AbstractContextManager[None]) -> list[Tensor]:
+        with hooks:
             o, end = chunk_gated_delta_rule(**leaves, ctx=ctx, output_final_state=states, workspace=workspace)
         outputs = [o] if end is None else [o, end]
         dout = [x["dout"][ctx.token_ids], x["dfinal"][list(ctx.exit_docs)]][: len(outputs)]
         return [*outputs, *torch.autograd.grad(outputs, list(leaves.values()), dout)]
 
-    want = step(None)
+    want = step(None, counted)
+    assert ctx.last_call["tapes"] == ("saved" if options.save == "full" else "rerun")  # hooks may mean a checkpoint
     kept = cp_gdn.saved_bytes(ctx, initial_state=states)
     others = held[5:] if options.keeps_states else []
+    names = ("states", "maps", "owned_maps", *(["tapes"] if options.save == "full" else []))
     room.memory.fill_(255)
     return [
-        (sum(t.numel() * t.element_size() for t in others), kept["states"] + kept["maps"] + kept["owned_maps"]),
+        (sum(t.numel() * t.element_size() for t in others), sum(kept[name] for name in names)),
         (sum(t.numel() * t.element_size() for t in held[:5]), kept["inputs"]),
-        ([torch.equal(got, value) for got, value in zip(step(room), want, strict=True)], [True] * len(want)),
+        (
+            [torch.equal(got, value) for got, value in zip(step(room, nullcontext()), want, strict=True)],
+            [True] * len(want),
+        ),
         (room.bound, {phase: layout.nbytes(phase) for phase in ("forward", "backward")}),
+        (ctx.last_call["tapes"], "saved" if tapes == "kept" else "rerun"),
+        (kept["tapes"] > 0, tapes == "kept" and ctx.num_tokens > 0),
     ]
 
 

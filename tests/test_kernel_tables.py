@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cp_gdn import Comm, Options, build_context, chunk_gated_delta_rule, library, partition, twin
 from cp_gdn.backends import hopper_items, hopper_slabs
-from cp_gdn.backends.hopper_hops import chain_of_hop, kernel_hops, packed
+from cp_gdn.backends.hopper_hops import PackedHops, packed
 from cp_gdn.chains import Hops
 from cp_gdn.context import Context
 from cp_gdn.plan import Segments
@@ -176,7 +176,14 @@ def test_every_chunk_and_head_has_one_step_and_every_tape_one_place(
         tables = hopper_slabs.slab_tables(items, heads)
     uploaded = upload(tables, torch.device("cpu"))
     chunks = torch.tensor([(64 * c, 64) for c in range(sum(lengths))], dtype=torch.int32)
-    steps, group = hopper_slabs.steps_of(uploaded, chunks), heads[1] // heads[0]
+    starts, ends = torch.from_numpy(first).int(), torch.from_numpy(first + lengths - 1).int()
+    zero = torch.stack((starts, ends, 1 + 0 * starts, 2 + 0 * starts), 1)
+    zero[::2, 2:] = 0  # every other segment has states at its ends
+    steps, group = hopper_slabs.steps_of(uploaded, chunks, zero), heads[1] // heads[0]
+    for chunk, flags in steps[:, [3, 2]].tolist():
+        at = int(np.searchsorted(first, chunk, side="right")) - 1
+        assert flags >> 16 == at % 2 * ((chunk == first[at]) + 2 * (chunk == first[at] + lengths[at] - 1))
+    steps[:, 2] &= 0xFFFF
     assert sorted(map(tuple, steps[:, [3, 2]].tolist())) == [
         (c, h) for c in range(sum(lengths)) for h in range(heads[0])
     ]
@@ -210,13 +217,19 @@ def test_hops_that_depend_on_each_other_are_in_one_chain_in_order() -> None:
     columns = [(5, 0), (6, 3), (7, 5), (8, 6), (9, 7)]
     table = np.array([(dst, src, i, i) for i, (dst, src) in enumerate(columns)]).T
     hops = Hops(table=table, steps=((1, True), (1, False), (2, False), (1, False)))
-    assert chain_of_hop(hops).tolist() == [0, 1, 0, 1, 0]
-    found = kernel_hops(hops)
+    nothing = replace(hops, table=table[:, :0], steps=())
+    again = replace(hops, table=table.copy())  # the same states of another buffer: other chains
+    made = PackedHops(([hops, nothing], None), ([again], np.arange(10) + 100))
+    found, renumbered = made[hops], made[again]
     rows = found.hops.view(np.int32).reshape(-1, 4).tolist()
-    assert rows == [[5, 0, 0, -1], [7, 5, 2, 2], [9, 7, 4, 4], [6, 3, 1, 1], [8, 6, 3, 3]]
-    assert found.num_chains == 2
-    assert found.chains.view(np.int32)[:3].tolist() == [0, 3, 5]
-    assert kernel_hops(replace(hops, table=table[:, :0], steps=())).num_chains == 0
+    chains = found.chains.view(np.int32).tolist()
+    wanted = [[5, 0, 0, -1], [7, 5, 2, 2], [9, 7, 4, 4], [6, 3, 1, 1], [8, 6, 3, 3]]
+    assert rows == wanted + [[dst + 100, src + 100, offset, row] for dst, src, offset, row in wanted]
+    assert chains[:5] == [0, 3, 5, 8, 10]
+    assert [(x.first_chain, x.num_chains) for x in (found, renumbered)] == [(0, 2), (2, 2)]
+    assert renumbered.hops is found.hops
+    assert renumbered.chains is found.chains
+    assert made[nothing].num_chains == 0
 
 
 def test_packed_tables_hold_int32_with_an_odd_one_padded() -> None:
@@ -242,7 +255,7 @@ def test_the_operator_has_the_shapes_that_a_compiler_was_told_and_its_backward_g
         part = partition(BOUNDS, 1, "contiguous")
         ctx = build_context(part, Comm.alone(), heads=HEADS, segments=segments, options=options)
         leaves = [x[name].clone().requires_grad_() for name in NAMES]
-        call = [*leaves, x["initial"] if initial else None, ctx.handle, 128**-0.5, False]
+        call = library.arguments(ctx, [*leaves, x["initial"] if initial else None], 128**-0.5, False)
         real = library.forward_op(*call)
         with FakeTensorMode() as mode:
             told = library.forward_op(*(mode.from_tensor(a) if isinstance(a, Tensor) else a for a in call))

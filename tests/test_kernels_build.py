@@ -52,6 +52,20 @@ def test_the_cache_compiles_once_and_its_key_follows_the_defines(tmp_path: Path)
     assert cubins.key_of("prepare", {"GROUP": 1}, "v") != cubins.key_of("prepare", {"GROUP": 1}, "w")
 
 
+def test_a_process_looks_for_the_same_cubins_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = []
+
+    def found(name: str, defines: dict[str, int], cache: Path) -> Path:
+        asked.append((name, defines))
+        return cache / name
+
+    monkeypatch.setattr(cubins, "cubin", found)
+    variants = [("walk", {"EMIT_O": 1}), ("walk", {"EMIT_O": 0}), ("fold", {})]
+    for _ in range(2):
+        assert cubins.cubins(variants, tmp_path) == [tmp_path / name for name, _ in variants]
+    assert sorted(asked, key=str) == sorted(variants, key=str)
+
+
 @needs_nvcc
 def test_a_compiler_error_carries_the_compilers_words(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"nvcc failed on prepare\.cu"):

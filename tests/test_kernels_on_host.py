@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from cp_gdn import Comm, build_context, chunk_gated_delta_rule, packed_qkv_views, packing, partition, twin
+from cp_gdn import Comm, Options, build_context, chunk_gated_delta_rule, packed_qkv_views, packing, partition, twin
 from cp_gdn.backends import hopper_items, hopper_slabs
 from cp_gdn.backends.cubins import source_folder
 from cp_gdn.packing import are_packed, joined, split_heads
@@ -61,11 +62,16 @@ def bounds_of(lengths: tuple[int, ...]) -> list[int]:
     return [0, *torch.tensor(lengths).cumsum(0).tolist()]
 
 
-def on_kernels(case: tuple, x: dict[str, Tensor]) -> dict[str, Tensor]:
-    """On one rank, inside of `host_kernels`."""
-    lengths, heads, segments, _, raw = case
+def context_of(case: tuple, **options: Any) -> Any:
+    """Of one rank, inside of `host_kernels`."""
+    lengths, heads, segments, _, _ = case
     part = partition(bounds_of(lengths), 1, "contiguous")
-    return step(x, build_context(part, Comm.alone(), heads=heads, segments=segments), raw=raw)
+    return build_context(part, Comm.alone(), heads=heads, segments=segments, options=Options(**options))
+
+
+def on_kernels(case: tuple, x: dict[str, Tensor], **options: Any) -> dict[str, Tensor]:
+    """On one rank, inside of `host_kernels`."""
+    return step(x, context_of(case, **options), raw=case[4])
 
 
 def assert_same(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
@@ -86,6 +92,28 @@ def test_outputs_and_gradients_match_fp64(case: tuple) -> None:
     for name, budget in BUDGETS.items():
         error = float((got[name].double() - want[name]).norm() / want[name].norm())
         assert error < budget, (name, error)
+
+
+@pytest.mark.parametrize("name", ["segments, maps that vanish", "raw rows, three heads a group"])
+def test_tapes_that_are_saved_handed_on_or_made_again_have_the_same_bits(name: str) -> None:
+    case = CASES[name]
+    x = inputs(case[0], case[1], case[3])
+    with host_kernels():
+        want = on_kernels(case, x, save="light")
+        for options in ({}, {"save": "full"}, {"save": "full", "save_transfer": False}, {"boundary": "recompute"}):
+            assert_same(on_kernels(case, x, **options), want)
+        for reuse, tapes in (("auto", "kept"), (False, "rerun")):
+            ctx = context_of(case, reuse_recompute_tapes=reuse)
+            leaves = [x[n].requires_grad_() for n in NAMES]
+
+            def region(*tensors: Tensor, ctx: Any = ctx) -> Tensor:
+                return chunk_gated_delta_rule(*tensors, ctx=ctx, use_qk_l2norm_in_kernel=case[4])[0]
+
+            o = checkpoint(region, *leaves, use_reentrant=False)
+            assert ctx.last_call["tapes"] == "rerun"  # the original forward keeps none
+            grads = torch.autograd.grad(o, leaves, x["dout"])
+            assert ctx.last_call["tapes"] == tapes
+            assert_same({"o": o.detach(), **{f"d{n}": g for n, g in zip(NAMES, grads, strict=True)}}, want)
 
 
 @pytest.mark.parametrize("seed", [1, 2])

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cp_gdn import Comm, Context, backward, chunk_gated_delta_rule, forward, packed_qkv_views, twin
-from cp_gdn.library import forward_op
+from cp_gdn.library import arguments, forward_op
 from tests.cases import LAYOUTS, Content, Run, name_of, pairs
 from tests.pack import (
     GRADIENTS,
@@ -188,7 +188,7 @@ def test_the_library_entry_gives_the_bits_of_the_eager_one(run: Run) -> None:
 def test_the_operator_keeps_torchs_rules_and_compiles_whole() -> None:
     ctx = make_context(Comm.alone(), Run(dtype=torch.float32, segments=3), PACK)
     leaves = local_inputs(ctx, PACK)
-    torch.library.opcheck(forward_op, (*leaves.values(), ctx.handle, 0.2, False))
+    torch.library.opcheck(forward_op, arguments(ctx, [*leaves.values()], 0.2, False))
 
     def fn(**tensors: Tensor) -> tuple[Tensor, Tensor | None]:
         return chunk_gated_delta_rule(**tensors, ctx=ctx, output_final_state=True)

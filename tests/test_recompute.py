@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -144,18 +145,31 @@ def test_every_option_has_the_same_bits_and_gives_its_reason(case: str, calls: l
     assert backwards(calls) == expected
 
 
+@pytest.fixture
+def named(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Gives torch another version; it is read once."""
+
+    def name(version: str) -> None:
+        monkeypatch.setattr(torch, "__version__", version)
+        recompute.release.cache_clear()
+
+    yield name
+    monkeypatch.undo()
+    recompute.release.cache_clear()
+
+
 def test_a_release_that_was_not_verified_takes_the_safe_path(
-    monkeypatch: pytest.MonkeyPatch, calls: list[dict[str, Any]]
+    named: Callable[[str], None], calls: list[dict[str, Any]]
 ) -> None:
-    monkeypatch.setattr(torch, "__version__", "2.13.0a0+cpu")
+    named("2.13.0a0+cpu")
     region_step(context(reuse_recompute_tapes=True), PACK, "the op alone")
     why = f"torch 2.13.0a0 is none of the verified releases {', '.join(recompute.VERIFIED)}"
     assert backwards(calls) == [rerun(why)]
 
 
-def test_this_release_is_verified_whatever_its_local_tag(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_this_release_is_verified_whatever_its_local_tag(named: Callable[[str], None]) -> None:
     assert recompute.release() in recompute.VERIFIED
-    monkeypatch.setattr(torch, "__version__", f"{recompute.release()}+cu999")
+    named(f"{recompute.release()}+cu999")
     assert recompute.find_region() == recompute.NO_CHECKPOINT
 
 

@@ -10,7 +10,6 @@ import torch
 
 from cp_gdn.backends import cubins
 from cp_gdn.comm import Comm
-from cp_gdn.options import Options
 
 HEAD_DIM = 128
 CAPABILITY = (9, 0)
@@ -69,7 +68,7 @@ def _say_once(line: str) -> None:
 
 def unfit_call(asked: dict[str, Any]) -> str:
     """Why the kernels do not fit these arguments, whatever the machine; empty if they do."""
-    heads, dims, options = asked["heads"], asked["head_dims"], asked["options"]
+    heads, dims = asked["heads"], asked["head_dims"]
     if asked["dtype"] != torch.bfloat16:
         return f"dtype {asked['dtype']}: the kernels take torch.bfloat16"
     if tuple(dims) != (HEAD_DIM, HEAD_DIM):
@@ -77,12 +76,6 @@ def unfit_call(asked: dict[str, Any]) -> str:
     if heads[1] // heads[0] not in cubins.GROUPS:
         groups = ", ".join(map(str, cubins.GROUPS))
         return f"{heads[1] // heads[0]} value heads per query/key head: the kernels take {groups}"
-    return _unfit_options(options)
-
-
-def _unfit_options(options: Options) -> str:
-    if options.keeps_tapes:
-        return "Options(save='full'): the kernels keep no tapes yet"
     return ""
 
 

@@ -146,9 +146,15 @@ def cubin(name: str, defines: Mapping[str, int], cache: Path | None = None) -> P
 
 
 def cubins(variants: Iterable[Variant], cache: Path | None = None) -> list[Path]:
-    """`cubin` of each, compiled side by side."""
+    """`cubin` of each, compiled side by side; a process looks for the same ones once."""
+    return [*_cubins(tuple((name, tuple(defines.items())) for name, defines in variants), cache)]
+
+
+@functools.cache
+def _cubins(variants: tuple[tuple[str, tuple[tuple[str, int], ...]], ...], cache: Path | None) -> tuple[Path, ...]:
+    # NOTE: hashing the sources takes tens of milliseconds, and every context of kernels asks.
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return list(pool.map(lambda variant: cubin(variant[0], variant[1], cache), variants))
+        return tuple(pool.map(lambda variant: cubin(variant[0], dict(variant[1]), cache), variants))
 
 
 def compile_to(target: Path, name: str, defines: Mapping[str, int], nvcc: Path) -> str:

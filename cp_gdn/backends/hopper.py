@@ -1,7 +1,7 @@
 """The Hopper backend of a context: the forward of the op on the kernels of ``kernels/``.
 
 prepare -> walk for B and M -> fold -> exchange -> fold -> walk for o
-States, offsets, maps and final states are read and written where they lie, by row; T waits inside of o.
+States, offsets, maps and final states are read and written where they lie, by row; T waits inside of o, or is kept.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from cp_gdn import affine
 from cp_gdn.backends.cubins import cubins, variants_of
 from cp_gdn.backends.hopper_fold import load_fold
 from cp_gdn.backends.hopper_items import items_of_heads
-from cp_gdn.backends.hopper_prepare import PrepareKernel, load_prepare, prepare
+from cp_gdn.backends.hopper_prepare import Prepared, PrepareKernel, load_prepare, prepare
 from cp_gdn.backends.hopper_tables import WALKS, KernelTables, rows_index
 from cp_gdn.backends.hopper_walk import Ends, Items, Summaries, WalkInputs, load_walk, replay, summarize
 from cp_gdn.backends.launch import Kernel, map_ready, on_device
@@ -91,7 +91,7 @@ class HopperBackend:
     kernels: Kernels
     cutoff: float | None
     device: int
-    value_heads: int
+    heads: tuple[int, int]
 
     @classmethod
     def of(cls, tables: KernelTables, heads: tuple[int, int], cutoff: float | None) -> "HopperBackend":
@@ -108,25 +108,36 @@ class HopperBackend:
             kernels=load_kernels(index, value_heads // heads[0]),
             cutoff=cutoff,
             device=index,
-            value_heads=value_heads,
+            heads=heads,
         )
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
-        return (self.value_heads, 128, 128)
+        return (self.heads[1], 128, 128)
 
     def new_states(self, rows: int) -> Tensor:
         """Room for states or maps."""
+        if not rows:
+            return self.nothing
         return torch.empty((rows, *self.state_shape), dtype=torch.float32, device=self.nothing.device)
 
     # ---- stages ------------------------------------------------------------------------------------------------------
 
-    def prepare(self, x: Inputs, t: Tensor, room: Room) -> WalkInputs:
-        """Everything about a chunk that does not depend on a state; T into ``t``, see `Prepared`."""
+    def prepare(self, x: Inputs, out: Tensor, room: Room, tape: Tensor | None, *, made: bool = False) -> WalkInputs:
+        """Everything about a chunk that does not depend on a state, for walks whose output is ``out``.
+
+        Args:
+            tape: memory to keep all of it in; None: scratch, and T waits in ``out``. made: it is in ``tape`` already.
+        """
         q, k, v = map_ready(x.q), map_ready(x.k), map_ready(x.v)
-        g, beta = x.g.float().contiguous(), x.beta.float().contiguous()
-        made = prepare(self.kernels.prepare[x.l2norm], (q, k), (g, beta), self.chunks, t, room.take("prepared"))
-        return WalkInputs(q=q, k=k, v=v, g=g, beta=beta, chunks=self.chunks, prepared=made, scale=x.scale)
+        g, beta, chunks = x.g.float().contiguous(), x.beta.float().contiguous(), self.chunks
+        memory, waiting = (room.take("prepared"), out) if tape is None else (tape, None)
+        prepared = Prepared.inside(memory, waiting, v.shape[0], self.heads, chunks.shape[0])
+        if not made:
+            prepare(self.kernels.prepare[x.l2norm], (q, k), (g, beta), chunks, prepared)
+        return WalkInputs(
+            q=q, k=k, v=v, g=g, beta=beta, chunks=chunks, prepared=prepared, out=out, scale=x.scale, l2norm=x.l2norm
+        )
 
     def buffer(self, room: Room, name: str, count: int) -> Tensor:
         """Scratch of that name, or ``count`` rows of their own where they are saved."""

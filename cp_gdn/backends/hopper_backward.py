@@ -1,7 +1,7 @@
 """The backward of a context on the Hopper kernels.
 
 prepare -> adjoint walk for Bt -> fold -> exchange -> fold -> per slab: walk for S and Vn, adjoint walk for dv and dS',
-grad. After the folds segments are independent, so slabs change no bit. T waits inside of dv.
+grad. After the folds segments are independent, so slabs change no bit. T waits inside of dv, or comes from the forward.
 """
 
 from collections.abc import Sequence
@@ -17,10 +17,19 @@ from cp_gdn.backends.hopper_grad import KernelGradients, grad, load_grad
 from cp_gdn.backends.hopper_items import items_of_heads
 from cp_gdn.backends.hopper_memory import MemorySizes, buffers_of
 from cp_gdn.backends.hopper_mirror import MirrorTables, mirror_index
-from cp_gdn.backends.hopper_prepare import prepared_parts
-from cp_gdn.backends.hopper_slabs import places_of_heads, steps_of
+from cp_gdn.backends.hopper_prepare import prepared_parts, tape_bytes
+from cp_gdn.backends.hopper_slabs import NO_ADJOINT, NO_STATE, places_of_heads, steps_of, zero_ends
 from cp_gdn.backends.hopper_tables import KernelTables, rows_index
-from cp_gdn.backends.hopper_walk import Ends, Items, Summaries, Tapes, WalkInputs, load_adjoint, load_walk, tape_bytes
+from cp_gdn.backends.hopper_walk import (
+    Ends,
+    Items,
+    SlabTapes,
+    Summaries,
+    WalkInputs,
+    load_adjoint,
+    load_walk,
+    slab_bytes,
+)
 from cp_gdn.backends.launch import Kernel, map_ready, on_device
 from cp_gdn.backends.torch_chunked import Inputs
 from cp_gdn.comm import Comm
@@ -95,20 +104,24 @@ class HopperKernels:
         with on_device(forward.device):
             kernels = BackwardKernels.load(group)
         items = items_of_heads(tables.items, heads[1])
-        first = tables.counts[0] * heads[1]
+        first, rows = tables.counts[0] * heads[1], tables.rows.unbind()
+        entries = forward.ends[rows_index(INDEPENDENT, initial=False, final=False)]
+        exits = rows[mirror_index(replay=True, final=False, initial=False)]
+        ends = zero_ends(_int32(uploaded.segments, 4), _int32(entries, 2), _int32(exits, 2))
         places = max((slab.steps for slab in tables.slabs.slabs), default=0) * group
         return cls(
             forward=forward,
             tables=tables,
             summary=Items(items=items[:first], segments=uploaded.segments),
-            slabs=_slab_work(uploaded, items[first:], group),
+            slabs=_slab_work(uploaded, items[first:], group, ends),
             places=places,
-            rows=tables.rows.unbind(),
+            rows=rows,
             kernels=kernels,
             sizes=MemorySizes(
                 value_heads=heads[1],
                 prepared=prepared_parts(tokens, heads, len(forward.chunks))[-1],
-                tapes=tape_bytes(places),
+                tape=tape_bytes(tokens, heads, len(forward.chunks)),
+                slab=slab_bytes(places),
                 states=uploaded.num_rows,
                 adjoints=tables.num_rows,
                 offsets=uploaded.side.num_offsets,
@@ -121,18 +134,34 @@ class HopperKernels:
             ),
         )
 
-    def buffers(self, phase: str, *, document_states: bool) -> tuple[Buffer, ...]:
+    def buffers(self, phase: str, *, kept: bool, document_states: bool) -> tuple[Buffer, ...]:
         """Scratch memory of a phase, see `workspace_layout`."""
-        return buffers_of(self.sizes, phase, document_states=document_states)
+        return buffers_of(self.sizes, phase, kept=kept, document_states=document_states)
+
+    def kept_shapes(self, heads: int, state: tuple[int, int, int], *, l2norm: bool) -> dict[str, tuple[int, ...]]:
+        """Shapes of the tensors of `kept_tensors`, by name; the arguments are those of any backend, known here."""
+        return {"tape": (self.sizes.tape,)}
+
+    def kept_tensors(self, tape: Tensor, states: None) -> list[Tensor]:
+        """What a forward keeps beside entry states and maps."""
+        return [tape]
+
+    def from_kept(self, tensors: Sequence[Tensor], x: Inputs) -> tuple[Tensor, None]:
+        """The tape that `kept_tensors` listed."""
+        return tensors[0], None
+
+    def new_tape(self) -> Tensor:
+        """Room for what `prepare` leaves of a call."""
+        return torch.empty(self.sizes.tape, dtype=torch.uint8, device=self.forward.nothing.device)
 
     def saved_rows(self, *, initial: bool) -> int:
         """Rows of the states that a forward keeps, by whether an initial state came in."""
         return self.forward.tables.num_rows[initial]
 
-    def begin(self, x: Inputs, room: Room) -> tuple[WalkInputs, KernelGradients]:
-        """A backward's first stage, and room for its results."""
+    def begin(self, x: Inputs, room: Room, tape: Tensor | None = None) -> tuple[WalkInputs, KernelGradients]:
+        """A backward's first stage, which a ``tape`` of the forward spares, and room for its results."""
         out = KernelGradients.empty(q=x.q, k=x.k, v=x.v, g=x.g.float(), beta=x.beta.float())
-        return self.forward.prepare(x, out.v, room), out
+        return self.forward.prepare(x, out.v, room, tape, made=tape is not None), out
 
     def backward(
         self,
@@ -157,7 +186,9 @@ class HopperKernels:
         dinitial = self.forward.new_states(tables.num_entries if initial else 0)
         index = mirror_index(replay=True, final=dfinal is not None, initial=initial)
         ends = Ends(rows=self.rows[index], start=_if_any(states), end=dinitial)
-        self._gradients((x, mirrored), boundary, ends, out, room.take("tapes"))
+        zero = NO_STATE * (not initial) + NO_ADJOINT * (dfinal is None)
+        tapes = SlabTapes(room=room.take("slab"), places=self.places, zero=zero)
+        self._gradients((x, mirrored), boundary, ends, out, tapes)
         if initial and tables.empty_entry.numel():
             dinitial[tables.empty_entry] = 0.0 if dfinal is None else dfinal[tables.empty_exit]
         return dinitial
@@ -194,28 +225,32 @@ class HopperKernels:
         boundary: Boundary,
         ends: Ends,
         out: KernelGradients,
-        room: Tensor,
+        tapes: SlabTapes,
     ) -> None:
         """Slab by slab; ``x``: the forward's inputs and the mirrored ones."""
         forward, mirrored = x
         rows = self.forward.ends[rows_index(INDEPENDENT, initial=boundary.initial, final=False)]
         entries = Ends(rows=rows, start=_if_any(boundary.states), end=None)
-        tapes = Tapes(room=room, places=self.places)
-        kernel = self.kernels.grad[forward.prepared.at[2] != 0]
+        kernel = self.kernels.grad[forward.l2norm]
         for slab in self.slabs:
             hopper_walk.replay(self.kernels.states, forward, slab.items, entries, (tapes.states, tapes.values))
             hopper_walk.replay(self.kernels.replay, mirrored, slab.items, ends, (tapes.adjoints, 0))
             grad(kernel, mirrored, slab.steps, tapes, out)
 
 
+def _int32(x: Tensor, width: int) -> Tensor:
+    """A packed table [n, width] as it is."""
+    return x.view(torch.int32).view(-1, width)
+
+
 def _if_any(states: Tensor) -> Tensor | None:
     return states if states.shape[0] else None
 
 
-def _slab_work(tables: KernelTables, items: Tensor, group: int) -> list[SlabWork]:
-    """Of the replay's ``items`` of all heads."""
-    slabs, chunks = tables.mirror.slabs, tables.chunks.view(torch.int32).view(-1, 2)
-    places, steps = places_of_heads(slabs, group), steps_of(slabs, chunks)
+def _slab_work(tables: KernelTables, items: Tensor, group: int, ends: Tensor) -> list[SlabWork]:
+    """Of the replay's ``items`` of all heads; ``ends``: see `zero_ends`."""
+    slabs, chunks = tables.mirror.slabs, _int32(tables.chunks, 2)
+    places, steps = places_of_heads(slabs, group), steps_of(slabs, chunks, ends)
     found = []
     for slab in slabs.slabs:
         own = slice(slab.first_pair * group, slab.end_pair * group)

@@ -8,12 +8,11 @@ import torch
 from cp_gdn import affine
 from cp_gdn.a2a.exchange import OwnerExchange
 from cp_gdn.a2a.routes import OwnerRoutes
-from cp_gdn.backends.hopper_hops import KernelHops, kernel_hops
-from cp_gdn.chains import Hops
+from cp_gdn.chains import NO_HOPS, Hops
 from cp_gdn.comm import Comm
 from cp_gdn.exchange import Routes
 from cp_gdn.flow import Exchange, Flow
-from cp_gdn.fragments import Ints
+from cp_gdn.fragments import Ints, ranges
 from cp_gdn.plan import Index
 
 
@@ -22,49 +21,48 @@ class PackedRoutes(OwnerRoutes):
     """Owner's routes whose hops read rows of the message: of every rank its heads, offsets and, if they travel, maps.
 
     Attributes:
-        message_hops: where the maps travel. kept_hops: where the owner has them.
+        hops: where the maps travel. kept_hops: where the owner has them.
         owned_rows: rows of the message that are maps, in the order of kept maps.
     """
 
-    message_hops: KernelHops
-    kept_hops: KernelHops
+    kept_hops: Hops
     owned_rows: Index
 
 
-def packed_routes(owner: OwnerRoutes) -> PackedRoutes:
-    """The same routes with hops on the message; not yet uploaded."""
-    own = {field.name: getattr(owner, field.name) for field in fields(OwnerRoutes)}
+def packed_routes(owner: OwnerRoutes, *, keeps: bool) -> PackedRoutes:
+    """The same routes with hops on the message, not yet as `fold` takes them. ``keeps``: an owner may have maps."""
+    own = {name: getattr(owner, name) for name in _FIELDS}
     offsets, maps = _message_rows(owner, maps=True)
-    kept, _ = _message_rows(owner, maps=False)
-    everything = np.arange(len(maps))
-    return PackedRoutes(
-        **{**own, "hops": kernel_hops(owner.hops)},
-        message_hops=kernel_hops(_on_rows(owner.hops, offsets, maps)),
-        kept_hops=kernel_hops(_on_rows(owner.hops, kept, everything)),
-        owned_rows=maps,
-    )
+    own["hops"] = _on_rows(owner.hops, offsets, maps)
+    kept = NO_HOPS
+    if keeps:
+        kept = _on_rows(owner.hops, _message_rows(owner, maps=False)[0], np.arange(len(maps)))
+    return PackedRoutes(**own, kept_hops=kept, owned_rows=maps)
+
+
+_FIELDS = tuple(field.name for field in fields(OwnerRoutes))
 
 
 def _message_rows(owner: OwnerRoutes, *, maps: bool) -> tuple[Ints, Ints]:
     """Rows of the heads and offsets (in the order of the owner's offset rows), and of the maps of all ranks."""
-    heads, rows = np.array(owner.num_heads), np.array(owner.num_rows)
+    heads, rows = np.array((owner.num_heads, owner.num_rows))
     size = heads + rows * (1 + maps)
     first = size.cumsum() - size
-    pieces = (first, heads), (first + heads, rows), (first + heads + rows, rows)
-    found = [np.concatenate([np.arange(a, a + n) for a, n in zip(*piece, strict=True)]) for piece in pieces]
-    return np.concatenate(found[:2]), found[2]
+    starts = np.concatenate((first, first + heads, first + heads + rows))
+    found, offsets = ranges(starts, np.concatenate((heads, rows, rows))), sum(owner.num_heads) + sum(owner.num_rows)
+    return found[:offsets], found[offsets:]
 
 
 def _on_rows(hops: Hops, offsets: Ints, maps: Ints) -> Hops:
     table = hops.table.copy()
     table[2] = offsets[table[2]]
     if len(maps):  # where a chain starts the map row means nothing
-        table[3] = maps[np.clip(table[3], 0, len(maps) - 1)]
+        table[3] = maps.take(table[3], mode="clip")
     return Hops(table=table, steps=hops.steps)
 
 
 class PackedExchange(OwnerExchange):
-    """`OwnerExchange` where every rank owns as many heads; the same messages."""
+    """`OwnerExchange` on `PackedRoutes`, where every rank owns as many heads; the same messages."""
 
     routes: PackedRoutes
 
@@ -86,7 +84,7 @@ class PackedExchange(OwnerExchange):
         matrix = flow.states.shape[2:]
         message = self.pending.wait().view(-1, width, *matrix)
         states = message.new_empty((routes.num_states, width, *matrix))
-        maps, hops = (message, routes.message_hops) if flow.kept is None else (flow.kept, routes.kept_hops)
+        maps, hops = (message, routes.hops) if flow.kept is None else (flow.kept, routes.kept_hops)
         affine.run(hops, states, maps, message, adjoint=flow.adjoint)
         mine, each = routes.num_replies[self.comm.rank], width * matrix.numel()
         home, sent = states[: sum(routes.num_replies)].view(-1), [n * each for n in routes.num_replies]
@@ -102,6 +100,6 @@ class KernelRoutes(Routes):
 
     def exchange(self, comm: Comm, flow: Flow) -> Exchange:
         owner = self.adjoint_owner if flow.adjoint else self.forward_owner
-        if isinstance(owner, PackedRoutes) and flow.states.shape[1] % comm.size == 0:
+        if isinstance(owner, PackedRoutes):
             return PackedExchange(comm, owner, flow)
         return super().exchange(comm, flow)

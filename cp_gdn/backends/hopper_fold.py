@@ -33,7 +33,9 @@ def fold(
     for name, x in (("states", states), ("maps", maps), ("offsets", offsets)):
         if x is not None and not (x.is_contiguous() and x.dtype == torch.float32):
             raise ValueError(f"{name}: got {x.dtype} with strides {x.stride()}, expected dense torch.float32")
-    pointers = [0 if x is None else x.data_ptr() for x in (states, maps, offsets, hops.hops, hops.chains, dropped)]
+    buffers = [0 if x is None else x.data_ptr() for x in (states, maps, offsets, dropped)]
+    tables = hops.hops.data_ptr(), hops.chains.data_ptr() + 4 * hops.first_chain
+    params = _FOLD.pack(*buffers[:3], *tables, buffers[3], states.shape[1])
     with on_device(states.device.index):
         kernel = load_fold(adjoint=adjoint)
-        kernel.launch((FOLD_BLOCKS * hops.num_chains, states.shape[1]), _FOLD.pack(*pointers, states.shape[1]))
+        kernel.launch((FOLD_BLOCKS * hops.num_chains, states.shape[1]), params)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cp_gdn.backends.hopper_walk import Tapes, WalkInputs
-from cp_gdn.backends.launch import Kernel, load, tensor_map
+from cp_gdn.backends.hopper_walk import SlabTapes, WalkInputs
+from cp_gdn.backends.launch import MAP_BYTES, Kernel, load, tensor_map
 from cp_gdn.packing import are_packed, split_heads
 
 GRAD_THREADS = 512
@@ -44,24 +44,24 @@ class KernelGradients:
         return cls(**found)
 
 
-_TAIL = struct.Struct("<11Qf4i20x")
+_TAIL = struct.Struct("<11Qf5i16x")
 """What follows the six tensor maps in the kernel's struct, padded to its alignment of 64."""
 
 
-def grad(kernel: Kernel, x: WalkInputs, steps: Tensor, tapes: Tapes, out: KernelGradients) -> None:
+def grad(kernel: Kernel, x: WalkInputs, steps: Tensor, tapes: SlabTapes, out: KernelGradients) -> None:
     """Fill dq, dk, dg and dbeta of the chunks and q/k heads of ``steps``; dv is there already.
 
     Args:
-        x: as the adjoint walk took it: v is dO. steps: [n, 4] int32, first row and count of a chunk, q/k head, chunk,
-            in the order of ``tapes``.
+        x: as the adjoint walk took it: v is dO, its output dv. steps: [n, 4] int32, see `hopper_slabs.steps_of`, in the
+            order of ``tapes``.
     """
     count = steps.shape[0]
     if not count:
         return
-    maps = b"".join([tensor_map(t) for t in (x.k, x.q, x.v, out.v, out.q, out.k)])
-    read = (tapes.states, tapes.adjoints, tapes.values, x.g.data_ptr(), x.beta.data_ptr(), x.prepared.at[2])
+    maps = x.call[: 4 * MAP_BYTES] + tensor_map(out.q) + tensor_map(out.k)
+    read = (tapes.states, tapes.adjoints, tapes.values, x.g.data_ptr(), x.beta.data_ptr(), x.rstd)
     written = [t.data_ptr() for t in (steps, out.q, out.k, out.g, out.beta)]
-    sizes = (*x.v.shape[:2], count, out.q.stride(0))
+    sizes = (*x.v.shape[:2], count, out.q.stride(0), tapes.zero)
     blocks = min(_multiprocessors(x.v.device.index), count)
     kernel.launch((blocks,), maps + _TAIL.pack(*read, *written, x.scale, *sizes))
 

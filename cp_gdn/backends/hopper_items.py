@@ -19,13 +19,14 @@ _RUN = 1 << 16
 
 def lone_items(segments: Segments, ids: Ints, run: int) -> Ints:
     """[n, 4], an item per segment."""
-    first, chunks = segments.first_chunk[ids], segments.num_chunks[ids]
-    return np.stack((first, chunks, np.full_like(ids, run * _RUN), ids), 1)
+    columns = np.array((segments.first_chunk[ids], segments.num_chunks[ids], ids, ids))
+    columns[2] = run * _RUN
+    return columns.T
 
 
 def longest_first(items: Ints) -> Ints:
     """The items, those of many chunks first: a block that starts last is a short one."""
-    return items[np.argsort(-items[:, 1], kind="stable")]
+    return items[(-items[:, 1]).argsort(kind="stable")]
 
 
 def run_items(segments: Segments, ids: Ints) -> Ints:
@@ -34,17 +35,17 @@ def run_items(segments: Segments, ids: Ints) -> Ints:
         return lone_items(segments, ids, 1)
     ids = np.sort(ids)
     chunks = segments.num_chunks[ids]
-    before = chunks.cumsum() - chunks
     is_long = chunks >= RUN_CHUNKS
-    apart = np.diff(ids, prepend=-2) != 1
-    apart |= is_long | np.append(False, is_long[:-1])
-    begun = np.maximum.accumulate(np.where(apart, before, 0))
-    starts = apart | (np.diff((before - begun) // RUN_CHUNKS, prepend=0) > 0)
+    starts = np.ones(len(ids), dtype=bool)
+    starts[1:] = (ids[1:] - ids[:-1] != 1) | is_long[1:] | is_long[:-1]
+    before = chunks.cumsum() - chunks
+    filled = (before - np.maximum.accumulate(before * starts)) // RUN_CHUNKS
+    starts[1:] |= filled[1:] > filled[:-1]
     first = starts.nonzero()[0]
-    length = np.diff(first, append=len(ids))
-    items = lone_items(segments, ids[first], 0)
-    items[:, 1] = np.add.reduceat(chunks, first)
-    items[:, 2] = length * _RUN
+    items = lone_items(segments, ids[first], 1)
+    if len(first) < len(ids):
+        items[:, 1] = np.add.reduceat(chunks, first)
+        items[:, 2] = (np.concatenate((first[1:], (len(ids),))) - first) * _RUN
     return longest_first(items)
 
 

@@ -13,7 +13,7 @@ class MemorySizes:
     """What the buffers of a context depend on.
 
     Attributes:
-        prepared: bytes, see `prepared_parts`. tapes: bytes of the largest slab.
+        prepared: bytes, see `prepared_parts`. tape: bytes of what a forward keeps of its chunks. slab: of the largest.
         states, adjoints: rows without and with states of documents. offsets, adjoint_offsets, maps: rows.
         alone: nothing is summarized. cutoff: the decay bound marks maps that are zero.
         keeps_states, keeps_maps: they are saved, and no scratch.
@@ -21,7 +21,8 @@ class MemorySizes:
 
     value_heads: int
     prepared: int
-    tapes: int
+    tape: int
+    slab: int
     states: tuple[int, int]
     adjoints: tuple[int, int]
     offsets: int
@@ -37,9 +38,12 @@ class MemorySizes:
 
 
 @functools.lru_cache(maxsize=256)
-def buffers_of(sizes: MemorySizes, phase: str, *, document_states: bool) -> tuple[Buffer, ...]:
-    """Buffers of "forward" or "backward"; ``document_states``: initial or final states of documents take part."""
-    wanted: list[Wanted] = [("prepared", (sizes.prepared,), torch.uint8, ("prepare", "replay"))]
+def buffers_of(sizes: MemorySizes, phase: str, *, kept: bool, document_states: bool) -> tuple[Buffer, ...]:
+    """Buffers of "forward" or "backward"; ``kept``: of one with a tape. ``document_states``: initial or final states of
+    documents take part."""
+    wanted: list[Wanted] = []
+    if not kept:
+        wanted.append(("prepared", (sizes.prepared,), torch.uint8, ("prepare", "replay")))
     forward = phase == "forward"
     if not sizes.keeps_states:
         wanted.append(("states", sizes.row(sizes.states[document_states]), torch.float32, ("summarize", "replay")))
@@ -68,5 +72,5 @@ def _of_adjoints(sizes: MemorySizes, *, document_states: bool) -> list[Wanted]:
     if not sizes.alone:
         offsets = sizes.row(sizes.adjoint_offsets)
         found.append(("adjoint offsets", offsets, torch.float32, ("adjoint summarize", "adjoint exchange")))
-    found.append(("tapes", (sizes.tapes,), torch.uint8, ("states", "gradients")))
+    found.append(("slab", (sizes.slab,), torch.uint8, ("states", "gradients")))
     return found

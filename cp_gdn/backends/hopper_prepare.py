@@ -1,12 +1,13 @@
 """Host side of ``kernels/prepare.cu``: per chunk Q K^T and T, once for all walks."""
 
+import functools
 import struct
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from cp_gdn.backends.launch import Kernel, load, tensor_map
+from cp_gdn.backends.launch import Kernel, Place, load, map_at
 from cp_gdn.plan import CHUNK
 
 ALIGN = 256
@@ -31,22 +32,48 @@ class Prepared:
     """What `prepare` leaves, of the normalised q and k.
 
     Attributes:
-        t: [T, HV, 128] bf16, whose first 64 channels hold T = diag b - diag b (N o D) diag b (docs/design.md), until a
-            walk that takes it as its output overwrites them.
-        room: bytes of ``qk``, ``bound`` and ``rstd``, which start ``at`` these addresses; 0: it is not there.
-        heads: (H, HV). chunks: how many.
+        memory: bytes of ``qk``, ``bound`` and ``rstd``, which start ``at`` these addresses, and of T, if it is kept.
+        waiting: [T, HV, 128] bf16 whose first channels hold T until a walk overwrites it; None where T is kept.
+        tokens, heads (H, HV), chunks: how many.
     """
 
-    t: Tensor
-    room: Tensor
+    memory: Tensor
+    waiting: Tensor | None
     at: tuple[int, int, int]
+    tokens: int
     heads: tuple[int, int]
     chunks: int
+
+    @classmethod
+    def inside(
+        cls, memory: Tensor, waiting: Tensor | None, tokens: int, heads: tuple[int, int], chunks: int
+    ) -> "Prepared":
+        """In ``memory`` of `prepared_parts` bytes, or of `tape_bytes` where nothing is ``waiting``."""
+        base, (_, bound, rstd, _) = memory.data_ptr(), prepared_parts(tokens, heads, chunks)
+        at = (base, base + bound, base + rstd)
+        return cls(memory=memory, waiting=waiting, at=at, tokens=tokens, heads=heads, chunks=chunks)
+
+    @property
+    def place_of_t(self) -> Place:
+        """Of T [T, HV, 64] bf16 = diag b - diag b (N o D) diag b (docs/design.md)."""
+        shape = (self.tokens, self.heads[1], CHUNK)
+        if self.waiting is not None:
+            return self.waiting.data_ptr(), shape, self.waiting.stride()
+        end = prepared_parts(self.tokens, self.heads, self.chunks)[-1]
+        return self.at[0] + end, shape, (self.heads[1] * CHUNK, CHUNK, 1)
+
+    @property
+    def t(self) -> Tensor:
+        """T as a tensor."""
+        if self.waiting is not None:
+            return self.waiting.narrow(2, 0, CHUNK)
+        end = prepared_parts(self.tokens, self.heads, self.chunks)[-1]
+        return self.memory[end:].view(torch.bfloat16).view(self.tokens, self.heads[1], CHUNK)
 
     @property
     def qk(self) -> Tensor:
         """[H, T, 64] fp16, Q K^T, zero above the diagonal, each chunk as a swizzled image."""
-        return self._part(0, torch.float16, (self.heads[0], len(self.t), CHUNK))
+        return self._part(0, torch.float16, (self.heads[0], self.tokens, CHUNK))
 
     @property
     def bound(self) -> Tensor:
@@ -54,16 +81,17 @@ class Prepared:
         return self._part(1, torch.float32, (self.heads[1], self.chunks))
 
     @property
-    def rstd(self) -> Tensor | None:
-        """[2, H, T] fp32, reciprocal norms of q, then of k; None unless the kernel took raw q and k."""
-        return self._part(2, torch.float32, (2, self.heads[0], len(self.t))) if self.at[2] else None
+    def rstd(self) -> Tensor:
+        """[2, H, T] fp32, reciprocal norms of q, then of k; filled where the kernel took raw q and k."""
+        return self._part(2, torch.float32, (2, self.heads[0], self.tokens))
 
     def _part(self, which: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        first = self.at[which] - self.room.data_ptr()
+        first = self.at[which] - self.memory.data_ptr()
         count = torch.Size(shape).numel()
-        return self.room[first : first + count * dtype.itemsize].view(dtype).view(shape)
+        return self.memory[first : first + count * dtype.itemsize].view(dtype).view(shape)
 
 
+@functools.lru_cache(maxsize=1024)
 def prepared_parts(tokens: int, heads: tuple[int, int], chunks: int) -> tuple[int, ...]:
     """Where ``qk``, ``bound`` and ``rstd`` start, and the bytes of all; norms have their place whether they are asked
     for or not."""
@@ -74,7 +102,12 @@ def prepared_parts(tokens: int, heads: tuple[int, int], chunks: int) -> tuple[in
     return tuple(ends)
 
 
-_PARAMS = struct.Struct("<6Q4q3i4x3Q8x")
+def tape_bytes(tokens: int, heads: tuple[int, int], chunks: int) -> int:
+    """Of all that `prepare` leaves, T included."""
+    return prepared_parts(tokens, heads, chunks)[-1] + tokens * heads[1] * CHUNK * 2
+
+
+_PARAMS = struct.Struct("<6Q4q4i3Q8x")
 """What follows the tensor map in the kernel's struct, padded to its alignment of 64."""
 
 
@@ -83,26 +116,20 @@ def prepare(
     queries_keys: tuple[Tensor, Tensor],
     gates: tuple[Tensor, Tensor],
     chunks: Tensor,
-    t: Tensor,
-    room: Tensor,
-) -> Prepared:
-    """Everything about a chunk that no state is needed for.
+    made: Prepared,
+) -> None:
+    """Everything about a chunk that no state is needed for, into ``made``.
 
     Args:
         queries_keys: q, k [T, H, 128] bf16 (head rows dense). gates: g and beta [T, HV] fp32.
-        chunks: [N, 2] int32, first row, count. t: [T, HV, 128] bf16, head rows and heads dense, takes T.
-        room: bytes as `prepared_parts` says.
+        chunks: [N, 2] int32, first row, count.
     """
-    q, k = queries_keys
-    tokens, heads, value_heads = q.shape[0], q.shape[1], t.shape[1]
-    count, base = chunks.shape[0], room.data_ptr()
-    parts = prepared_parts(tokens, (heads, value_heads), count)
-    qk, bound, rstd = base, base + parts[1], base + parts[2] if kernel.l2norm else 0
-    if count:
-        g, beta = gates
-        pointers = (q.data_ptr(), k.data_ptr(), beta.data_ptr(), t.data_ptr(), qk, chunks.data_ptr())
-        strides = (q.stride(0), q.stride(1), k.stride(0), k.stride(1))
-        sizes = (tokens, value_heads, t.stride(0))
-        params = _PARAMS.pack(*pointers, *strides, *sizes, g.data_ptr(), bound, rstd)
-        kernel.launch((count * heads,), tensor_map(t) + params)
-    return Prepared(t=t, room=room, at=(qk, bound, rstd), heads=(heads, value_heads), chunks=count)
+    if not made.chunks:
+        return
+    (q, k), (g, beta), (qk, bound, rstd) = queries_keys, gates, made.at
+    t, _, strides_of_t = place = made.place_of_t
+    pointers = (q.data_ptr(), k.data_ptr(), beta.data_ptr(), t, qk, chunks.data_ptr())
+    strides = (*q.stride()[:2], *k.stride()[:2])
+    sizes = (made.tokens, made.heads[1], *strides_of_t[:2])
+    params = _PARAMS.pack(*pointers, *strides, *sizes, g.data_ptr(), bound, rstd if kernel.l2norm else 0)
+    kernel.launch((made.chunks * made.heads[0],), map_at(*place) + params)

@@ -21,6 +21,8 @@ BLOCKS = 132
 STATE_BYTES, VALUE_BYTES = 128 * 128 * 2, 64 * 128 * 2
 CHUNK_BYTES = 2 * STATE_BYTES + VALUE_BYTES
 """Of a chunk and value head: its state, the adjoint after it, Vn."""
+NO_STATE, NO_ADJOINT = 1, 2
+"""The state before a chunk, or the adjoint after it, is zero: no walk writes it, `grad` reads none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,28 +57,29 @@ def slab_tables(items: Ints, heads: tuple[int, int]) -> SlabTables:
     """Slabs of items [n, 4] and (H, HV) heads."""
     query_heads, pairs = heads[0], len(items) * heads[0]
     cuts = slab_cuts(items[:, 1].repeat(query_heads), heads[1] // query_heads)
-    starts = np.unique(np.concatenate((np.arange(len(items)) * query_heads, cuts[:-1])))
-    width = np.diff(starts, append=pairs)
+    starts = np.arange(0, pairs, query_heads)
+    if len(cuts) > 2:
+        starts = np.unique(np.concatenate((starts, cuts[:-1])))
+    width = np.concatenate((starts[1:], (pairs,))) - starts
     item = starts // query_heads
     steps = items[item, 1] * width
     ends = steps.cumsum()
-    of_slab = np.append((ends - steps)[starts.searchsorted(cuts[:-1])], ends[-1:])
-    begun = of_slab[np.searchsorted(cuts, starts, side="right") - 1]
+    of_slab = np.concatenate(((ends - steps)[starts.searchsorted(cuts[:-1])], ends[-1:]))
+    begun = of_slab[cuts.searchsorted(starts, "right") - 1]
     first = (ends - steps - begun).repeat(width) + np.arange(pairs) - starts.repeat(width)
     edges = zip(pairwise(cuts.tolist()), pairwise(of_slab.tolist()), strict=True)
     return SlabTables(
         slabs=tuple(Slab(first_pair=a, end_pair=b, first_step=c, end_step=d) for (a, b), (c, d) in edges),
-        blocks=np.stack((items[item, 0], width, starts % query_heads, steps), 1),
-        places=np.stack((first, width.repeat(width)), 1),
+        blocks=np.array((items[item, 0], width, starts % query_heads, steps)).T,
+        places=np.array((first, width.repeat(width))).T,
     )
 
 
 def slab_cuts(chunks: Ints, group: int) -> Ints:
     """Pairs at which slabs begin, and the end; ``chunks`` [pairs]."""
     wave = max(1, BLOCKS // group)
-    cuts, held = [0], 0
-    for first in range(0, len(chunks), wave):
-        size = int(chunks[first : first + wave].sum())
+    cuts, held, waves = [0], 0, np.arange(0, len(chunks), wave)
+    for first, size in zip(waves.tolist(), np.add.reduceat(chunks, waves).tolist(), strict=True):
         if held and (held + size) * group * CHUNK_BYTES > SLAB_BYTES:
             cuts.append(first)
             held = 0
@@ -84,8 +87,28 @@ def slab_cuts(chunks: Ints, group: int) -> Ints:
     return np.array([*cuts, len(chunks)] if len(chunks) else cuts, dtype=np.int64)
 
 
-def steps_of(tables: SlabTables, chunks: Tensor) -> Tensor:
-    """[steps, 4] int32 of uploaded tables: first row and count of a chunk, q/k head, chunk; ``chunks`` [N, 2] int32."""
+def zero_ends(segments: Tensor, entries: Tensor, exits: Tensor) -> Tensor:
+    """[segments, 4] int32 of segments with tokens: their first and last chunk, and what is zero there unless states of
+    documents take part: `NO_STATE` before the first one, `NO_ADJOINT` after the last one, else 0.
+
+    Args:
+        segments: [s, 4] int32, first chunk, count, .. entries, exits: [s, 2] int32, `Ends.rows` of walks in both
+            directions without states of documents.
+    """
+    first, count = segments[:, 0], segments[:, 1]
+    flags = (NO_STATE * (entries[:, 0] < 0), NO_ADJOINT * (exits[:, 0] < 0))
+    return torch.stack((first, first + count - 1, *flags), 1).int()
+
+
+def steps_of(tables: SlabTables, chunks: Tensor, ends: Tensor) -> Tensor:
+    """[steps, 4] int32 of uploaded tables: first row and count of a chunk, q/k head and flags (16 bits each), chunk.
+
+    Args:
+        chunks: [N, 2] int32. ends: see `zero_ends`.
+    """
+    flags = torch.zeros_like(chunks[:, 0])
+    for chunk, flag in (ends[:, [0, 2]].unbind(1), ends[:, [1, 3]].unbind(1)):
+        flags.index_add_(0, chunk, flag)  # no chunk twice, but both ends of a segment may be one
     total = tables.slabs[-1].end_step if tables.slabs else 0
     first, width, head, steps = tables.blocks.view(-1, 4).unbind(1)
     numbers = torch.arange(total, device=chunks.device)
@@ -93,7 +116,7 @@ def steps_of(tables: SlabTables, chunks: Tensor) -> Tensor:
     inside = numbers - (steps.cumsum(0) - steps)[block]
     chunk = first[block] + inside // width[block]
     rows = chunks[chunk]
-    others = torch.stack((head[block] + inside % width[block], chunk), 1)
+    others = torch.stack((head[block] + inside % width[block] + (flags[chunk] << 16), chunk), 1)
     return torch.cat((rows, others.int()), 1)
 
 

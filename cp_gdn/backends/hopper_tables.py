@@ -11,102 +11,119 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from cp_gdn.a2a.routes import OwnerRoutes
-from cp_gdn.backends.hopper_exchange import KernelRoutes, packed_routes
-from cp_gdn.backends.hopper_hops import KernelHops, kernel_hops, packed
+from cp_gdn.backends.hopper_exchange import KernelRoutes, PackedRoutes, packed_routes
+from cp_gdn.backends.hopper_hops import KernelHops, PackedHops, packed
 from cp_gdn.backends.hopper_items import MAP, lone_items, longest_first, run_items
 from cp_gdn.backends.hopper_mirror import MirrorTables, mirror_tables
 from cp_gdn.chains import NO_HOPS
 from cp_gdn.exchange import Routes
 from cp_gdn.fragments import Ints, unset
 from cp_gdn.plan import NO_WALK, NONE, Index, Plan
-from cp_gdn.ring.routes import Parcel, RingStep
+from cp_gdn.ring.routes import IDLE, Parcel, RingStep
 from cp_gdn.schedule import Replay, Schedule, Side
 
 WALKS = ("summary", "transfer", "independent", "dependent")
 """The walks of a forward: for B and M, for M alone, for o of what needs no message and of the rest."""
 
 
-def _side(side: Side, rows: Ints) -> Side:
-    return replace(
-        side,
-        start_state=rows[side.start_state],
-        compose=kernel_hops(side.compose),
-        local=kernel_hops(side.local, rows),
-        inner_independent=kernel_hops(side.inner_independent, rows),
-        inner_dependent=kernel_hops(side.inner_dependent, rows),
-    )
-
-
-def kernel_schedule(schedule: Schedule) -> Schedule:
-    """What a kernel context keeps of its schedule: token tables, empty documents, counts. Walks and hops are in
-    `KernelTables`."""
-    return replace(
-        schedule,
-        transfer=NO_WALK,
-        transfer_row=NONE,
-        compose_maps=NO_HOPS,
-        forward=_without_walks(schedule.forward),
-        adjoint=_without_walks(schedule.adjoint),
-    )
-
-
-def _without_walks(side: Side) -> Side:
+def _side(side: Side, rows: Ints, hops: PackedHops) -> Side:
+    """A side with the hops of the kernels; its walks are in the tables' items and rows."""
     nowhere = Replay(walk=NO_WALK, end_at=NONE, end_row=NONE)
     return Side(
         reverse=side.reverse,
         num_states=side.num_states,
         num_offsets=side.num_offsets,
-        start_state=NONE,
-        start_row=NONE,
+        start_state=rows[side.start_state],
+        start_row=side.start_row,
         summary=NO_WALK,
         summary_row=NONE,
-        compose=NO_HOPS,
-        local=NO_HOPS,
-        inner_independent=NO_HOPS,
-        inner_dependent=NO_HOPS,
+        compose=hops[side.compose],
+        local=hops[side.local],
+        inner_independent=hops[side.inner_independent],
+        inner_dependent=hops[side.inner_dependent],
         independent=nowhere,
         dependent=nowhere,
     )
 
 
+def kernel_schedule(schedule: Schedule, tables: "KernelTables") -> Schedule:
+    """What a kernel context keeps of its schedule: token tables, empty documents, the sides of its tables."""
+    return replace(
+        schedule,
+        transfer=NO_WALK,
+        transfer_row=NONE,
+        compose_maps=NO_HOPS,
+        forward=tables.side,
+        adjoint=tables.mirror.side,
+    )
+
+
+# ---- hops and messages -----------------------------------------------------------------------------------------------
+
+
+def on_messages(routes: Routes, heads: int) -> Routes:
+    """The same routes; an a2a owner folds on the message where every rank owns as many of ``heads``."""
+    forward, adjoint = routes.forward_owner, routes.adjoint_owner
+    if forward is None or adjoint is None or heads % len(forward.num_heads):
+        return routes
+    # A forward never has maps of another one: `Flow.kept`.
+    return replace(
+        routes,
+        forward_owner=packed_routes(forward, keeps=False),
+        adjoint_owner=packed_routes(adjoint, keeps=True),
+    )
+
+
+def packed_hops(schedule: Schedule, routes: Routes, rows: tuple[Ints, Ints]) -> PackedHops:
+    """All hops of a rank; ``rows`` renumber the states of the forward and of the adjoint direction."""
+    forward, adjoint = schedule.forward, schedule.adjoint
+    stepped = [
+        [side.local, side.inner_independent, side.inner_dependent, *(step.hops for step in steps)]
+        for side, steps in ((forward, routes.forward_steps), (adjoint, routes.adjoint_steps))
+    ]
+    others = [schedule.compose_maps, forward.compose, adjoint.compose]
+    for owner in (routes.forward_owner, routes.adjoint_owner):
+        if owner is not None:
+            others += [owner.hops, *([owner.kept_hops] if isinstance(owner, PackedRoutes) else [])]
+    return PackedHops((stepped[0], rows[0]), (stepped[1], rows[1]), (others, None))
+
+
 def _parcels(parcels: tuple[Parcel, ...], rows: Ints) -> tuple[Parcel, ...]:
-    return tuple(replace(parcel, states=rows[parcel.states]) for parcel in parcels)
+    return tuple([Parcel(peer=x.peer, states=rows[x.states], count=x.count) for x in parcels])
 
 
-def _ring(steps: tuple[RingStep, ...], rows: Ints) -> tuple[RingStep, ...]:
-    found = []
-    for step in steps:
-        receives, sends = _parcels(step.receives, rows), _parcels(step.sends, rows)
-        found.append(RingStep(receives=receives, hops=kernel_hops(step.hops, rows), sends=sends))
-    return tuple(found)
+def _ring(steps: tuple[RingStep, ...], rows: Ints, hops: PackedHops) -> tuple[RingStep, ...]:
+    def step(x: RingStep) -> RingStep:
+        return RingStep(receives=_parcels(x.receives, rows), hops=hops[x.hops], sends=_parcels(x.sends, rows))
+
+    return tuple([x if x is IDLE else step(x) for x in steps])
 
 
-def _owner(owner: OwnerRoutes | None, rows: Ints) -> OwnerRoutes | None:
+def _owner(owner: OwnerRoutes | None, rows: Ints, hops: PackedHops) -> OwnerRoutes | None:
     if owner is None:
         return None
-    return packed_routes(replace(owner, head_states=rows[owner.head_states], replies=rows[owner.replies]))
+    head_states, replies = rows[owner.head_states], rows[owner.replies]
+    changed = replace(owner, head_states=head_states, replies=replies, hops=hops[owner.hops])
+    return replace(changed, kept_hops=hops[changed.kept_hops]) if isinstance(changed, PackedRoutes) else changed
 
 
-def kernel_routes(routes: Routes, rows: Ints) -> Routes:
-    """The routes of the forward with hops for `fold`, states renumbered by ``rows``."""
-    return KernelRoutes(
+def kernel_routes(routes: Routes, rows: tuple[Ints, Ints], hops: PackedHops) -> tuple[Routes, Routes]:
+    """The routes of the forward and of the adjoint direction with hops for `fold`, states renumbered by ``rows``."""
+    forward = KernelRoutes(
         kind=routes.kind,
-        forward_steps=_ring(routes.forward_steps, rows),
+        forward_steps=_ring(routes.forward_steps, rows[0], hops),
         adjoint_steps=(),
-        forward_owner=_owner(routes.forward_owner, rows),
+        forward_owner=_owner(routes.forward_owner, rows[0], hops),
         adjoint_owner=None,
     )
-
-
-def mirrored_routes(routes: Routes, rows: Ints) -> Routes:
-    """`kernel_routes` of the adjoint direction alone."""
-    return KernelRoutes(
+    adjoint = KernelRoutes(
         kind=routes.kind,
         forward_steps=(),
-        adjoint_steps=_ring(routes.adjoint_steps, rows),
+        adjoint_steps=_ring(routes.adjoint_steps, rows[1], hops),
         forward_owner=None,
-        adjoint_owner=_owner(routes.adjoint_owner, rows),
+        adjoint_owner=_owner(routes.adjoint_owner, rows[1], hops),
     )
+    return forward, adjoint
 
 
 # ---- walks -----------------------------------------------------------------------------------------------------------
@@ -168,21 +185,24 @@ def _rank(last: Ints) -> Ints:
 
 def kernel_tables(plan: Plan, schedule: Schedule, routes: Routes, heads: tuple[int, int]) -> KernelTables:
     """The tables of a rank, not yet uploaded."""
-    side, count = schedule.forward, len(plan.segments)
-    rows, first_rows = state_rows(side)
+    count = len(plan.segments)
+    rows, first_rows = state_rows(schedule.forward)
     mirrored, _ = state_rows(schedule.adjoint)
-    adjoint = (_side(schedule.adjoint, mirrored), mirrored_routes(routes, mirrored))
+    routes = on_messages(routes, heads[1])
+    hops = packed_hops(schedule, routes, (rows, mirrored))
+    forward_routes, adjoint_routes = kernel_routes(routes, (rows, mirrored), hops)
+    adjoint = (_side(schedule.adjoint, mirrored, hops), adjoint_routes)
     items = _items(plan, schedule)
     return KernelTables(
-        side=_side(side, rows),
-        routes=kernel_routes(routes, rows),
+        side=_side(schedule.forward, rows, hops),
+        routes=forward_routes,
         row_of_segment=rows[:count],
         num_rows=(first_rows, len(rows)),
-        compose_maps=kernel_hops(schedule.compose_maps),
+        compose_maps=hops[schedule.compose_maps],
         num_maps=schedule.num_maps,
         num_chunks=len(plan.chunks),
         num_segments=count,
-        chunks=packed(np.stack((plan.chunks.first_row, plan.chunks.count), 1)),
+        chunks=packed(np.array((plan.chunks.first_row, plan.chunks.count), dtype=np.int32).T),
         segments=packed(_segment_rows(plan, schedule)),
         items=packed(np.concatenate(items)),
         counts=tuple(map(len, items)),
@@ -201,13 +221,13 @@ def for_kernels(
     """What a kernel context has for its schedule and routes (those of its forward), and the tables; not yet
     uploaded."""
     tables = kernel_tables(plan, schedule, routes, heads)
-    return kernel_schedule(schedule), tables.routes, tables
+    return kernel_schedule(schedule, tables), tables.routes, tables
 
 
 def _segment_rows(plan: Plan, schedule: Schedule) -> Ints:
     segments, map_row = plan.segments, unset(len(plan.segments))
     map_row[schedule.transfer.segments] = schedule.transfer_row
-    return np.stack((segments.first_chunk, segments.num_chunks, map_row, np.zeros_like(map_row)), 1)
+    return np.array((segments.first_chunk, segments.num_chunks, map_row, np.zeros_like(map_row)), dtype=np.int32).T
 
 
 def _items(plan: Plan, schedule: Schedule) -> list[Ints]:

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from cp_gdn.backends.hopper_prepare import Prepared
 from cp_gdn.backends.hopper_slabs import STATE_BYTES, VALUE_BYTES
-from cp_gdn.backends.launch import Kernel, load, tensor_map
+from cp_gdn.backends.launch import Kernel, load, map_at, tensor_map
 
 WALK_THREADS = 384
 _CALL, _LAUNCH = struct.Struct("<5Qf4i4x"), struct.Struct("<11Qfi32x")
-"""What follows the four tensor maps in the kernels' struct: of a call, of a launch, padded to its alignment of 64."""
+"""What follows the five tensor maps in the kernels' struct: of a call, of a launch, padded to its alignment of 64."""
 
 
 def load_walk(*, emit_o: bool = False, emit_s: bool = False) -> Kernel:
@@ -27,7 +27,8 @@ def load_adjoint(*, emit: bool) -> Kernel:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WalkInputs:
     """One call's tensors: q, k [T, H, 128] and v (in the mirror dO) [T, HV, 128] bf16, g and beta [T, HV] fp32, chunks
-    [N, 2] int32 (first row, count), what `prepare` made, and all of it as the kernels take it."""
+    [N, 2] int32 (first row, count), what `prepare` made (whose norms count where q and k are raw), the output of a walk
+    that has one [T, HV, 128] bf16 (heads dense), and all of it as the kernels take it."""
 
     q: Tensor
     k: Tensor
@@ -36,16 +37,23 @@ class WalkInputs:
     beta: Tensor
     chunks: Tensor
     prepared: Prepared
+    out: Tensor
     scale: float
+    l2norm: bool = False
     call: bytes = field(init=False)
 
     def __post_init__(self) -> None:
-        out, (qk, _, rstd) = self.prepared.t, self.prepared.at
-        maps = tensor_map(self.k) + tensor_map(self.q) + tensor_map(self.v) + tensor_map(out)
+        out, (qk, _, _) = self.out, self.prepared.at
+        maps = b"".join([tensor_map(x) for x in (self.k, self.q, self.v, out)]) + map_at(*self.prepared.place_of_t)
         heads, value_heads = self.prepared.heads
-        pointers = (qk, self.g.data_ptr(), rstd, self.chunks.data_ptr(), out.data_ptr())
+        pointers = (qk, self.g.data_ptr(), self.rstd, self.chunks.data_ptr(), out.data_ptr())
         sizes = (self.v.shape[0], value_heads, value_heads // heads, out.stride(0))
         object.__setattr__(self, "call", maps + _CALL.pack(*pointers, self.scale, *sizes))
+
+    @property
+    def rstd(self) -> int:
+        """Address of the norms of raw q and k, else 0."""
+        return self.prepared.at[2] if self.l2norm else 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,11 +100,15 @@ class Summaries:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Tapes:
-    """Memory of what walks leave for `grad`, images of chunks by place: states and adjoints, then Vn."""
+class SlabTapes:
+    """Memory of what walks leave for `grad`, images of chunks by place: states and adjoints, then Vn.
+
+    ``zero``: which flags of the steps hold, see `hopper_slabs.zero_ends`.
+    """
 
     room: Tensor
     places: int
+    zero: int
 
     @property
     def states(self) -> int:
@@ -114,8 +126,8 @@ class Tapes:
         return self.room.data_ptr() + 2 * self.places * STATE_BYTES
 
 
-def tape_bytes(places: int) -> int:
-    """Of `Tapes` of so many chunks and value heads."""
+def slab_bytes(places: int) -> int:
+    """Of `SlabTapes` of so many chunks and value heads."""
     return places * (2 * STATE_BYTES + VALUE_BYTES)
 
 
@@ -126,7 +138,7 @@ def summarize(kernel: Kernel, x: WalkInputs, work: Items, ends: Ends, found: Sum
 
 
 def replay(kernel: Kernel, x: WalkInputs, work: Items, ends: Ends, tapes: tuple[int, int] = (0, 0)) -> None:
-    """Walk every item; fills the rows of ``ends.end``, the output ``x.prepared.t`` where the kernel has one, and
+    """Walk every item; fills the rows of ``ends.end``, the output ``x.out`` where the kernel has one, and
     ``tapes``, the addresses of states and Vn."""
     _launch(kernel, x, work, ends, (*tapes, 0, 0, 0, 0.0))
 

@@ -17,6 +17,9 @@ from cp_gdn.backends.cubins import cubin
 
 TILE_TOKENS, TILE_CHANNELS = 64, 64
 """Box of a tensor map: 64 tokens of one head, 64 channels (128 bytes, the swizzle's width)."""
+MAP_BYTES = 128
+Place = tuple[int, tuple[int, ...], tuple[int, ...]]
+"""Where a tensor lies: address, shape, strides."""
 
 _HERE = threading.local()
 _NOTHING = nullcontext()
@@ -111,16 +114,21 @@ def _load(name: str, defines: tuple[tuple[str, int], ...], threads: int, smem: i
 
 
 def tensor_map(x: Tensor) -> bytes:
-    """The 128 bytes of a TMA map over x [T, heads, 128] bf16, made once per address, shape and strides; strided views
-    pass."""
-    return _tensor_map(x.data_ptr(), tuple(x.shape), x.stride())
+    """`map_at` of x [T, heads, 128] bf16; strided views pass."""
+    return map_at(x.data_ptr(), x.shape, x.stride())
 
 
 @functools.lru_cache(maxsize=1024)
-def _tensor_map(pointer: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> bytes:
+def map_at(pointer: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> bytes:
+    """The 128 bytes of a TMA map over [T, heads, 64 or 128] bf16, made once per address, shape and strides."""
     driver = _driver()
     tokens, heads, dim = shape
+    if not tokens:
+        return bytes(MAP_BYTES)  # the driver makes no map of nothing, and no kernel reads it
     as_int64, as_int32 = driver.cuuint64_t, driver.cuuint32_t
+    promotions = driver.CUtensorMapL2promotion
+    # a box that holds whole rows must not bring into the cache what lies beside them
+    ahead = "256B" if dim > TILE_CHANNELS else "128B"
     made = check(
         driver.cuTensorMapEncodeTiled(
             driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
@@ -132,11 +140,11 @@ def _tensor_map(pointer: int, shape: tuple[int, ...], strides: tuple[int, ...]) 
             [as_int32(1)] * 3,
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
             driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            getattr(promotions, f"CU_TENSOR_MAP_L2_PROMOTION_L2_{ahead}"),
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
     )
-    return ctypes.string_at(int(made.getPtr()), 128)
+    return ctypes.string_at(int(made.getPtr()), MAP_BYTES)
 
 
 def map_ready(x: Tensor) -> Tensor:

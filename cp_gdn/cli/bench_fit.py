@@ -11,8 +11,8 @@ from cp_gdn.cost_model import WALKS, RankModel, walk_quantities
 
 ROUNDS = 5
 """Fits in a row: which of a walk's two times is the larger follows from the fit before."""
-SUMMARIES = {"summaries": ("offsets", "maps"), "adjoint_offsets": ("adjoint_offsets",)}
-"""Samples of walks that the decay bound cuts, and the walks of `WALKS` that they are."""
+SUMMARIES = ("summaries", "adjoint_offsets")
+"""Walks that the decay bound cuts."""
 MOST_CHUNKS = 16
 """Largest `decayed_chunks` that is tried."""
 
@@ -53,11 +53,7 @@ def counted(sample: Sample, calibration: Calibration) -> dict[str, float]:
         return {"fold_hop" if sample.gate == "slow" else "dropped_hop": model.hops.item(0)}
     if sample.kernel in ("prepare", "grad"):
         return {sample.kernel: model.share}
-    found: dict[str, float] = {}
-    for walk in SUMMARIES.get(sample.kernel, (sample.kernel,)):
-        for name, quantity in walk_quantities(model, walk).items():
-            found[name] = found.get(name, 0) + quantity
-    return found
+    return walk_quantities(model, sample.kernel)
 
 
 def decayed_errors(samples: Iterable[Sample], calibration: Calibration, chunks: int) -> Iterable[float]:
@@ -65,8 +61,5 @@ def decayed_errors(samples: Iterable[Sample], calibration: Calibration, chunks: 
     calibration = replace(calibration, settings=replace(calibration.settings, decayed_chunks=chunks))
     for sample in samples:
         model = RankModel(sample.rows, sample.heads, calibration, np.array([sample.p]))
-        ns = 0.0
-        for walk in SUMMARIES[sample.kernel]:
-            starts = model.starts.item(WALKS[walk][2], 0) * calibration.times.segment
-            ns += starts + model.walk_ns(walk, decayed=True).item(0)
-        yield ns / sample.ns - 1
+        starts = model.starts.item(WALKS[sample.kernel][2], 0) * calibration.times.segment
+        yield (starts + model.walk_ns(sample.kernel, decayed=True).item(0)) / sample.ns - 1

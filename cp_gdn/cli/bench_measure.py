@@ -13,6 +13,7 @@ from cp_gdn.context import Context, build_context
 from cp_gdn.entries import backward, forward
 from cp_gdn.layout import partition
 from cp_gdn.makespan import Rows, rank_rows
+from cp_gdn.options import Options
 from cp_gdn.plan import Segments
 
 GATES = {"model": 1.0, "slow": 1e-4}
@@ -45,8 +46,8 @@ CASES = tuple(
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
     """A kernel of one step: what the rank held, the device's nanoseconds, and its name: "prepare", "grad", a walk of
-    `cost_model.WALKS`, "summaries" (for offsets and for maps), "folds" (both directions), or "launch" (the shortest
-    kernel and the shortest gap between two)."""
+    `cost_model.WALKS`, "folds" (both directions), or "launch" (the shortest kernel and the shortest gap between two).
+    """
 
     kernel: str
     rows: Rows
@@ -73,9 +74,10 @@ def measured(case: Case, device: str, repeats: int) -> Iterator[Sample]:
     """Samples of a case under both gates. RuntimeError: the kernels do not run here, or ran in another order."""
     bounds = [0, *torch.tensor(case.lengths).cumsum(0).tolist()]
     part = partition(bounds, 1, "contiguous")
-    contexts = [
-        build_context(part, Comm.alone(), device=device, heads=case.heads, backend="hopper", segments=p) for p in case.p
-    ]
+    # A backward that finds nothing saved prepares again: `grouped` tells by it where one begins.
+    asked: dict[str, Any] = {"device": device, "heads": case.heads, "backend": "hopper"}
+    asked["options"] = Options(save="light")
+    contexts = [build_context(part, Comm.alone(), segments=p, **asked) for p in case.p]
     for gate in GATES:
         x, dout = inputs(sum(case.lengths), case.heads, gate, device)
         for ctx in contexts:

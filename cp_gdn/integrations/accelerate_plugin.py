@@ -29,6 +29,9 @@ from cp_gdn.integrations.transformers import Takeover, take_over
 
 log = logging.getLogger("cp_gdn")
 
+_NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""What layers compute in under Accelerate's mixed precision, whatever their weights are."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Taken:
@@ -101,6 +104,7 @@ class Plugin:
     def _take(self, model: nn.Module) -> Taken:
         _check_layer_types(model)
         takeover = take_over(model, self.comm, **self.settings.build)
+        takeover.seat.dtype = _NARROW.get(self._accelerator.mixed_precision)
         try:
             attention, undo = install(model, takeover.attention, takeover.seat, self.settings.attention)
         except Exception:

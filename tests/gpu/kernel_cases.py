@@ -15,19 +15,19 @@ from cp_gdn.backends import hopper_prepare
 from cp_gdn.backends.hopper_grad import KernelGradients, grad, load_grad
 from cp_gdn.backends.hopper_hops import packed
 from cp_gdn.backends.hopper_items import items_of_heads, lone_items, longest_first, run_items
-from cp_gdn.backends.hopper_prepare import prepared_parts
+from cp_gdn.backends.hopper_prepare import Prepared, prepared_parts
 from cp_gdn.backends.hopper_slabs import places_of_heads, slab_tables, steps_of
 from cp_gdn.backends.hopper_walk import (
     Ends,
     Items,
+    SlabTapes,
     Summaries,
-    Tapes,
     WalkInputs,
     load_adjoint,
     load_walk,
     replay,
+    slab_bytes,
     summarize,
-    tape_bytes,
 )
 from cp_gdn.tables import upload
 from tests.gpu.tile_emulator import head_errors
@@ -92,7 +92,7 @@ class Work:
             segments=torch.from_numpy(packed(np.stack((segments.first_chunk, num_chunks, ids, 0 * ids), 1))).cuda(),
             items=items_of_heads(torch.from_numpy(packed(found)).cuda(), heads[1]),
             places=places_of_heads(slabs, heads[1] // heads[0]),
-            steps=steps_of(slabs, chunks),
+            steps=steps_of(slabs, chunks, torch.zeros((0, 4), dtype=torch.int32, device="cuda")),
             count=len(lengths),
         )
 
@@ -128,17 +128,19 @@ def heads_of(x: dict[str, Tensor]) -> tuple[int, int]:
 def prepared_by(x: dict[str, Tensor], chunks: Tensor, *, v: str = "v", l2norm: bool = False) -> WalkInputs:
     """What the walks take: `prepare` has run, T lies in a tensor of NaN."""
     kernel = hopper_prepare.load_prepare(heads_of(x)[1] // heads_of(x)[0], l2norm=l2norm)
-    t = torch.full(x["v"].shape, float("nan"), dtype=x["v"].dtype, device="cuda")
-    room = torch.empty(prepared_parts(len(t), heads_of(x), len(chunks))[-1], dtype=torch.uint8, device="cuda")
-    made = hopper_prepare.prepare(kernel, (x["q"], x["k"]), (x["g"], x["beta"]), chunks, t, room)
+    out = torch.full(x["v"].shape, float("nan"), dtype=x["v"].dtype, device="cuda")
+    sizes = (len(out), heads_of(x), len(chunks))
+    memory = torch.empty(prepared_parts(*sizes)[-1], dtype=torch.uint8, device="cuda")
+    made = Prepared.inside(memory, out, *sizes)
+    hopper_prepare.prepare(kernel, (x["q"], x["k"]), (x["g"], x["beta"]), chunks, made)
     given = {name: x[name] for name in ("q", "k", "g", "beta")}
-    return WalkInputs(**given, v=x[v], chunks=chunks, prepared=made, scale=SCALE)
+    return WalkInputs(**given, v=x[v], chunks=chunks, prepared=made, out=out, scale=SCALE, l2norm=l2norm)
 
 
 def squares(given: WalkInputs) -> dict[str, Tensor]:
     """T and Q K^T of what `prepare` left, in rows."""
     made = given.prepared
-    return {"t": made.t[..., :64].transpose(0, 1).clone(), "qk": unswizzled(made.qk, given.chunks)}
+    return {"t": made.t.transpose(0, 1).clone(), "qk": unswizzled(made.qk, given.chunks)}
 
 
 def summary(
@@ -164,7 +166,7 @@ def run(x: dict[str, Tensor], lengths: list[int], *, l2norm: bool = False, share
         found |= summary(load_walk(), given, work, None)
     end = torch.full_like(x["start"], float("nan"))
     replay(load_walk(emit_o=True), given, work.blocks(), work.ends(x["start"], end))
-    return {**found, "end": end, "o": given.prepared.t}
+    return {**found, "end": end, "o": given.out}
 
 
 def run_backward(
@@ -175,9 +177,10 @@ def run_backward(
     given = prepared_by(x, work.chunks, l2norm=l2norm)
     mirrored = replace(given, v=x["dout"])
     names = ("q", "k", "g", "beta")
-    out = replace(KernelGradients.empty(v=given.v, **{n: x[n] for n in names}), v=given.prepared.t)
+    out = replace(KernelGradients.empty(v=given.v, **{n: x[n] for n in names}), v=given.out)
     places = len(work.chunks) * heads_of(x)[1]
-    tapes = Tapes(room=torch.full((tape_bytes(places),), 255, dtype=torch.uint8, device="cuda"), places=places)
+    room = torch.full((slab_bytes(places),), 255, dtype=torch.uint8, device="cuda")
+    tapes = SlabTapes(room=room, places=places, zero=0)
     for name in names:
         getattr(out, name).fill_(float("nan"))
     found = {} if shared else {"dstart_without_dv": torch.empty_like(x["start"])}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cp_gdn.affine import run
-from cp_gdn.backends.hopper_hops import KernelHops, kernel_hops
+from cp_gdn.backends.hopper_hops import KernelHops, PackedHops
 from cp_gdn.chains import Hops
 from cp_gdn.tables import upload
 
@@ -50,7 +50,7 @@ def case(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def on_gpu(hops: Hops) -> KernelHops:
-    return upload(kernel_hops(hops), torch.device("cuda"))
+    return upload(PackedHops(([hops], None))[hops], torch.device("cuda"))
 
 
 def in_torch(hops: Hops, states: Tensor, maps: Tensor, offsets: Tensor | None, *, adjoint: bool) -> Tensor:

@@ -25,10 +25,9 @@ def rows_of(x: dict[str, torch.Tensor], lengths: list[int], *, l2norm: bool = Fa
     """What `prepare` leaves, T and Q K^T in rows (unswizzled), and the chunk rows."""
     given = prepared_by(x, Work.of(lengths, heads_of(x)).chunks, l2norm=l2norm)
     made = given.prepared
-    assert (made.rstd is not None) == l2norm
-    assert made.t[..., 64:].isnan().all()  # the other half of the rows is left alone
+    assert given.out[..., 64:].isnan().all()  # the other half of the rows is left alone
     found = squares(given) | {"bound": made.bound, "chunks": given.chunks}
-    return found | ({} if made.rstd is None else {"rstd": made.rstd})
+    return found | ({"rstd": made.rstd} if l2norm else {})
 
 
 def wanted_t(keys: torch.Tensor, beta: torch.Tensor, g: torch.Tensor) -> torch.Tensor:

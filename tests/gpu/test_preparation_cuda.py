@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -105,7 +105,7 @@ def test_tables_of_the_kernels_are_those_that_a_cpu_builds(layout: str, exchange
         ctx = planned(part, rank, "cuda", kernels[0], exchange)
         assert ctx.kernels is not None
         chains = build_chains(ctx.plan, steps_on=ctx.exchange == "ring")
-        schedule = build_schedule(part, ctx.plan, chains)
+        schedule = build_schedule(part, ctx.plan, chains, lists_chunks=False)
         routes = build_routes(ctx.exchange, part, ctx.plan, chains)
         built = upload(for_kernels(ctx.plan, schedule, routes, HEADS)[2], torch.device("cpu"))
         assert_same_tables(ctx.kernels.forward.tables, built)
@@ -116,24 +116,30 @@ def test_preparation_neither_synchronizes_nor_waits_for_queued_work(seat: str) -
     """Order alone: what was queued before is still running when the context is there."""
     for taken in backends():
 
-        def prepare(bounds: list[int], taken: BackendChoice = taken) -> Context:
+        def prepare(last: int, taken: BackendChoice = taken) -> Context:
+            bounds = [*BOUNDS, last]
             if seat == "whole op":
                 asked = {"device": "cuda", "heads": HEADS, "backend": taken.kind, "conv": (64, 4)}
                 return cp_gdn.build_context(cp_gdn.partition(bounds, 1), cp_gdn.Comm.alone(), **asked)
             return planned(cp_gdn.partition(bounds, 4), 2, "cuda", taken, "auto")
 
-        prepare(BOUNDS)  # loads the kernels and the driver's parts, once per process
-        torch.cuda.synchronize()
-        queued, uploaded = torch.cuda.Event(), torch.cuda.Event()
-        torch.cuda._sleep(SLEEP_100_MS)
-        queued.record()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            ctx = prepare([*BOUNDS, 200_000])
-            uploaded.record()
-            running = not queued.query(), not uploaded.query()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+        ctx, running = prepared_behind_work(prepare)
         assert running == (True, True), taken.kind
         ids = torch.from_numpy(ctx.partition.token_ids(ctx.rank))
         assert torch.equal(ctx.token_ids.cpu(), ids), taken.kind
+
+
+def prepared_behind_work(prepare: Callable[[int], Context]) -> tuple[Context, tuple[bool, bool]]:
+    """A context of a pack as long as told, and whether work that was queued before is still running, and its own."""
+    prepare(200_000)  # loads kernels; torch asks the driver, which may wait, for memory that it keeps
+    torch.cuda.synchronize()
+    queued, uploaded = torch.cuda.Event(), torch.cuda.Event()
+    torch.cuda._sleep(SLEEP_100_MS)
+    queued.record()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        ctx = prepare(199_000)
+        uploaded.record()
+        return ctx, (not queued.query(), not uploaded.query())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
