@@ -16,7 +16,7 @@ import torch
 
 import cp_gdn
 from cp_gdn.backends import hopper_grad, hopper_walk
-from cp_gdn.backends.hopper_backward import HopperKernels
+from cp_gdn.backends.hopper_backward import HopperKernels, gradients_like
 from cp_gdn.backends.launch import Kernel
 from cp_gdn.backends.torch_chunked import Inputs
 from cp_gdn.workspace import Room
@@ -73,7 +73,8 @@ class Pack:
         x = Inputs(q=q, k=k, v=v, g=g, beta=beta, scale=128**-0.5, l2norm=False)
         room, tape = Room(kernels.buffers("backward", kept=True, document_states=False), v.device), kernels.new_tape()
         kernels.forward.prepare(x, dout, room, tape)
-        forward, out = kernels.begin(x, room, tape)
+        out = gradients_like(x)
+        forward = kernels.forward.prepare(x, out.v, room, tape, made=True)
         return cls(
             kernels=kernels,
             forward=forward,

@@ -2,6 +2,7 @@
 order: device, layout, dtype, shapes.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -57,17 +58,30 @@ def check_call(ctx: "Context", tensors: Sequence[Any], initial_state: Any, scale
         tensors: q, k [1, T, H, K] or [T, H, K], v [.., HV, V], g and beta [.., HV], all alike with or without the 1.
         initial_state: [entry_docs, HV, K, V] or None.
     """
-    (heads, value_heads), (key_dim, value_dim), tokens = ctx.heads, ctx.head_dims, ctx.num_tokens
-    gates = tuple(dict.fromkeys((state_dtype(ctx.dtype), ctx.dtype)))
-    lead = token_shape(tensors[0], tokens, heads, key_dim)[:-3]
-    keys, values, per_head = (*lead, tokens, heads, key_dim), (*lead, tokens, value_heads, value_dim), (*lead, tokens)
-    check_tensor("q", tensors[0], ctx, keys, (ctx.dtype,))
-    check_tensor("k", tensors[1], ctx, keys, (ctx.dtype,))
-    check_tensor("v", tensors[2], ctx, values, (ctx.dtype,))
-    check_tensor("g", tensors[3], ctx, (*per_head, value_heads), gates)
-    check_tensor("beta", tensors[4], ctx, (*per_head, value_heads), gates)
+    batched = isinstance(tensors[0], Tensor) and tensors[0].dim() == 4
+    wanted = _wanted(ctx.heads, ctx.head_dims, ctx.num_tokens, ctx.dtype, batched)
+    for x, (name, shape, dtypes) in zip(tensors, wanted, strict=True):
+        check_tensor(name, x, ctx, shape, dtypes)
     check_state("initial_state", initial_state, ctx, len(ctx.plan.entry_docs))
     return token_rows(tensors, scale, l2norm)
+
+
+@functools.lru_cache(maxsize=256)
+def _wanted(
+    heads: tuple[int, int], head_dims: tuple[int, int], tokens: int, dtype: torch.dtype, batched: bool
+) -> tuple[tuple[str, tuple[int, ...], tuple[torch.dtype, ...]], ...]:
+    """Name, shape and dtypes of q, k, v, g and beta, with the leading 1 if ``batched``."""
+    rows, gates = (1, tokens) if batched else (tokens,), tuple(dict.fromkeys((state_dtype(dtype), dtype)))
+    (query_heads, value_heads), (key_dim, value_dim) = heads, head_dims
+    keys = ((*rows, query_heads, key_dim), (dtype,))
+    per_head = ((*rows, value_heads), gates)
+    return (
+        ("q", *keys),
+        ("k", *keys),
+        ("v", (*rows, value_heads, value_dim), (dtype,)),
+        ("g", *per_head),
+        ("beta", *per_head),
+    )
 
 
 def token_rows(tensors: Sequence[Tensor], scale: float, l2norm: bool) -> Inputs:

@@ -1,12 +1,13 @@
 """The op on the Hopper kernels: what `op` does in torch, stage by stage, as calls of a context's kernels."""
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from cp_gdn.backends.hopper import Entered, HopperBackend
-from cp_gdn.backends.hopper_backward import Boundary, HopperKernels
+from cp_gdn.backends.hopper_backward import Boundary, HopperKernels, gradients_like
 from cp_gdn.backends.hopper_walk import WalkInputs
 from cp_gdn.backends.launch import on_device
 from cp_gdn.backends.torch_chunked import Inputs
@@ -22,10 +23,9 @@ def forward_on_kernels(
     options, forward, carried = ctx.options, kernels.forward, manner.carried
     asked = manner.final or initial_state is not None
     memory = bind(ctx, "forward", manner.workspace, kept=manner.tapes, document_states=asked)
-    with torch.no_grad(), on_device(forward.device), memory as room:
-        o = torch.empty_like(x.v, memory_format=torch.contiguous_format)
+    with no_grad(), on_device(forward.device), memory as room:
         tape = kernels.new_tape() if manner.tapes else None
-        inputs = forward.prepare(x, o, room, tape)
+        inputs = forward.prepare(x, None, room, tape)
         if carried is None:
             entered = forward.enter(ctx.comm, inputs, initial_state, "STATE", room)
         else:
@@ -47,7 +47,7 @@ def forward_on_kernels(
         initial=None if options.keeps_states else initial_state,
         tapes=None if tape is None else Tapes(tape=tape, states=None),
     )
-    return o, final, saved
+    return inputs.out, final, saved
 
 
 def backward_on_kernels(
@@ -61,10 +61,12 @@ def backward_on_kernels(
     x, asked = saved.inputs, saved.has_initial or given[1] is not None
     tape = None if saved.tapes is None else saved.tapes.tape
     memory = bind(ctx, "backward", workspace, kept=tape is not None, document_states=asked)
-    with torch.no_grad(), on_device(kernels.forward.device), memory as room:
+    with no_grad(), on_device(kernels.forward.device), memory as room:
         inputs, grads = kernels.begin(x, room, tape)
         boundary = _boundary(ctx, kernels.forward, inputs, saved, room)
-        dinitial = kernels.backward(ctx.comm, inputs, given, boundary, (grads, room))
+        first = kernels.first_states(inputs, boundary, given[1], room)
+        grads = gradients_like(x) if grads is None else grads
+        dinitial = kernels.backward(ctx.comm, first, (given[0], grads), room)
     return InputGradients(
         q=grads.q,
         k=grads.k,
@@ -73,6 +75,11 @@ def backward_on_kernels(
         beta=grads.beta.to(x.beta.dtype),
         initial_state=dinitial if saved.has_initial else None,
     )
+
+
+def no_grad() -> AbstractContextManager[None]:
+    """`torch.no_grad` where it is not so already, as it is inside of an autograd function."""
+    return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
 
 
 def _pass_empty(forward: HopperBackend, final: Tensor, initial_state: Tensor | None) -> None:

@@ -23,7 +23,7 @@ from tests.kernel_host import host_kernels
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
 torch.set_num_threads(1)
 
-EARLY = ("offsets", "dropped", "adjoint offsets")
+EARLY = ("offsets", "dropped")
 """Buffers that a backward has let go of when it takes its slab."""
 CASES = [  # options, segments, l2norm
     (Options(), 3, True),

@@ -123,18 +123,24 @@ class HopperBackend:
 
     # ---- stages ------------------------------------------------------------------------------------------------------
 
-    def prepare(self, x: Inputs, out: Tensor, room: Room, tape: Tensor | None, *, made: bool = False) -> WalkInputs:
+    def prepare(
+        self, x: Inputs, out: Tensor | None, room: Room, tape: Tensor | None, *, made: bool = False
+    ) -> WalkInputs:
         """Everything about a chunk that does not depend on a state, for walks whose output is ``out``.
 
         Args:
-            tape: memory to keep all of it in; None: scratch, and T waits in ``out``. made: it is in ``tape`` already.
+            out: None: memory of its own. tape: memory to keep all of it in; None: scratch, and T waits in ``out``.
+            made: it is in ``tape`` already.
         """
         q, k, v = map_ready(x.q), map_ready(x.k), map_ready(x.v)
         g, beta, chunks = x.g.float().contiguous(), x.beta.float().contiguous(), self.chunks
+        if tape is None:
+            out = _like(v) if out is None else out
         memory, waiting = (room.take("prepared"), out) if tape is None else (tape, None)
         prepared = Prepared.inside(memory, waiting, v.shape[0], self.heads, chunks.shape[0])
         if not made:
             prepare(self.kernels.prepare[x.l2norm], (q, k), (g, beta), chunks, prepared)
+        out = _like(v) if out is None else out  # memory that the first launch does not need comes after it
         return WalkInputs(
             q=q, k=k, v=v, g=g, beta=beta, chunks=chunks, prepared=prepared, out=out, scale=x.scale, l2norm=x.l2norm
         )
@@ -206,3 +212,7 @@ class HopperBackend:
 
     def _rows(self, walk: int, *, initial: bool = False, final: bool = True) -> Tensor:
         return self.ends[rows_index(walk, initial=initial, final=final)]
+
+
+def _like(v: Tensor) -> Tensor:
+    return torch.empty_like(v, memory_format=torch.contiguous_format)

@@ -28,7 +28,6 @@ from cp_gdn.backends.hopper_walk import (
     WalkInputs,
     load_adjoint,
     load_walk,
-    slab_bytes,
 )
 from cp_gdn.backends.launch import Kernel, map_ready, on_device
 from cp_gdn.backends.torch_chunked import Inputs
@@ -77,6 +76,17 @@ class SlabWork:
     steps: Tensor
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Begun:
+    """A backward whose first slab has its states. ``entries``: where walks for states start."""
+
+    x: WalkInputs
+    boundary: Boundary
+    dfinal: Tensor | None
+    entries: Ends
+    tapes: SlabTapes
+
+
 @dataclass(frozen=True, kw_only=True)
 class HopperKernels:
     """A context on the kernels: its forward's stages, and the backward.
@@ -121,7 +131,7 @@ class HopperKernels:
                 value_heads=heads[1],
                 prepared=prepared_parts(tokens, heads, len(forward.chunks))[-1],
                 tape=tape_bytes(tokens, heads, len(forward.chunks)),
-                slab=slab_bytes(places),
+                places=places,
                 states=uploaded.num_rows,
                 adjoints=tables.num_rows,
                 offsets=uploaded.side.num_offsets,
@@ -156,52 +166,70 @@ class HopperKernels:
 
     def saved_rows(self, *, initial: bool) -> int:
         """Rows of the states that a forward keeps, by whether an initial state came in."""
-        return self.forward.tables.num_rows[initial]
+        return self.forward.tables.num_rows[int(initial)]
 
-    def begin(self, x: Inputs, room: Room, tape: Tensor | None = None) -> tuple[WalkInputs, KernelGradients]:
-        """A backward's first stage, which a ``tape`` of the forward spares, and room for its results."""
-        out = KernelGradients.empty(q=x.q, k=x.k, v=x.v, g=x.g.float(), beta=x.beta.float())
-        return self.forward.prepare(x, out.v, room, tape, made=tape is not None), out
+    def begin(self, x: Inputs, room: Room, tape: Tensor | None = None) -> tuple[WalkInputs, KernelGradients | None]:
+        """A backward's first stage, which a ``tape`` of the forward spares; without one, also room for its results,
+        where T waits."""
+        if tape is not None:
+            return self.forward.prepare(x, x.v, room, tape, made=True), None  # the next walk has no output
+        out = gradients_like(x)
+        return self.forward.prepare(x, out.v, room, None), out
 
-    def backward(
-        self,
-        comm: Comm,
-        x: WalkInputs,
-        given: tuple[Tensor | None, Tensor | None],
-        boundary: Boundary,
-        results: tuple[KernelGradients, Room],
-    ) -> Tensor:
+    def first_states(self, x: WalkInputs, boundary: Boundary, dfinal: Tensor | None, room: Room) -> Begun:
+        """The states of the first slab, which need no adjoint: beside them an exchange is under way, and whatever takes
+        time on the host."""
+        rows = self.forward.ends[rows_index(INDEPENDENT, initial=boundary.initial, final=False)]
+        zero = NO_STATE * (not boundary.initial) + NO_ADJOINT * (dfinal is None)
+        begun = Begun(
+            x=x,
+            boundary=boundary,
+            dfinal=dfinal,
+            entries=Ends(rows=rows, start=_if_any(boundary.states), end=None),
+            tapes=SlabTapes(room=room.take("slab"), places=self.places, zero=zero),
+        )
+        for slab in self.slabs[:1]:
+            self._states(begun, slab)
+        return begun
+
+    def backward(self, comm: Comm, begun: Begun, given: tuple[Tensor | None, KernelGradients], room: Room) -> Tensor:
         """Fill the gradients of the inputs; those of the initial states [entry_docs, HV, 128, 128], no rows without
         one.
 
         Args:
-            given: gradients of o and of the final states; None counts as zero.
-            results: where gradients go, and scratch memory.
+            begun: what `first_states` gave. given: the gradient of o, None counts as zero, and where gradients go.
+            room: scratch memory.
         """
-        out, room = results
-        dout, dfinal = given
-        tables, initial = self.forward.tables, boundary.initial
-        mirrored = replace(x, v=map_ready(torch.zeros_like(x.v) if dout is None else dout))
-        states = self._adjoints(comm, mirrored, dfinal, boundary, room)
+        (dout, out), x, dfinal = given, begun.x, begun.dfinal
+        tables, initial = self.forward.tables, begun.boundary.initial
+        mirrored = replace(x, v=map_ready(torch.zeros_like(x.v) if dout is None else dout), out=out.v)
+        states = self._adjoints(comm, mirrored, begun, room)
         dinitial = self.forward.new_states(tables.num_entries if initial else 0)
         index = mirror_index(replay=True, final=dfinal is not None, initial=initial)
-        ends = Ends(rows=self.rows[index], start=_if_any(states), end=dinitial)
-        zero = NO_STATE * (not initial) + NO_ADJOINT * (dfinal is None)
-        tapes = SlabTapes(room=room.take("slab"), places=self.places, zero=zero)
-        self._gradients((x, mirrored), boundary, ends, out, tapes)
+        ends, kernel = Ends(rows=self.rows[index], start=_if_any(states), end=dinitial), self.kernels.grad[x.l2norm]
+        for i, slab in enumerate(self.slabs):
+            if i:
+                self._states(begun, slab)
+            hopper_walk.replay(self.kernels.replay, mirrored, slab.items, ends, (begun.tapes.adjoints, 0))
+            grad(kernel, mirrored, slab.steps, begun.tapes, out)
         if initial and tables.empty_entry.numel():
             dinitial[tables.empty_entry] = 0.0 if dfinal is None else dfinal[tables.empty_exit]
         return dinitial
 
-    def _adjoints(self, comm: Comm, x: WalkInputs, dfinal: Tensor | None, boundary: Boundary, room: Room) -> Tensor:
+    def _states(self, begun: Begun, slab: SlabWork) -> None:
+        tapes = begun.tapes
+        hopper_walk.replay(self.kernels.states, begun.x, slab.items, begun.entries, (tapes.states, tapes.values))
+
+    def _adjoints(self, comm: Comm, x: WalkInputs, begun: Begun, room: Room) -> Tensor:
         """Exit adjoints of all segments that are not zero: summaries, exchange and folds."""
-        tables, side, maps = self.tables, self.tables.side, boundary.maps
+        tables, side, maps, dfinal = self.tables, self.tables.side, begun.boundary.maps, begun.dfinal
         states = room.take("adjoints")
         if dfinal is not None:
             states[side.start_state] = dfinal[side.start_row]
         if self.forward.alone:
             return states
-        offsets = room.take("adjoint offsets")
+        own = room.holds("adjoint offsets")
+        offsets = room.take("adjoint offsets") if own else begun.tapes.before_adjoints(self.sizes.row(side.num_offsets))
         rows = self.rows[mirror_index(replay=False, final=dfinal is not None, initial=False)]
         found = Summaries(maps=None, cutoff=self.forward.cutoff, dropped=None)
         ends = Ends(rows=rows, start=_if_any(states), end=offsets)
@@ -211,7 +239,9 @@ class HopperKernels:
         if tables.routes.kind == "none":
             affine.run(side.inner_independent, states, maps, offsets, adjoint=True)
             return states
-        flow = Flow(states=states, maps=maps, offsets=offsets, adjoint=True, kept=boundary.owned, purpose="ADJOINT")
+        flow = Flow(
+            states=states, maps=maps, offsets=offsets, adjoint=True, kept=begun.boundary.owned, purpose="ADJOINT"
+        )
         exchange = tables.routes.exchange(comm, flow)
         exchange.start()
         affine.run(side.inner_independent, states, maps, offsets, adjoint=True)
@@ -219,23 +249,10 @@ class HopperKernels:
         affine.run(side.inner_dependent, states, maps, offsets, adjoint=True)
         return states
 
-    def _gradients(
-        self,
-        x: tuple[WalkInputs, WalkInputs],
-        boundary: Boundary,
-        ends: Ends,
-        out: KernelGradients,
-        tapes: SlabTapes,
-    ) -> None:
-        """Slab by slab; ``x``: the forward's inputs and the mirrored ones."""
-        forward, mirrored = x
-        rows = self.forward.ends[rows_index(INDEPENDENT, initial=boundary.initial, final=False)]
-        entries = Ends(rows=rows, start=_if_any(boundary.states), end=None)
-        kernel = self.kernels.grad[forward.l2norm]
-        for slab in self.slabs:
-            hopper_walk.replay(self.kernels.states, forward, slab.items, entries, (tapes.states, tapes.values))
-            hopper_walk.replay(self.kernels.replay, mirrored, slab.items, ends, (tapes.adjoints, 0))
-            grad(kernel, mirrored, slab.steps, tapes, out)
+
+def gradients_like(x: Inputs) -> KernelGradients:
+    """Room for the gradients of a call."""
+    return KernelGradients.empty(q=x.q, k=x.k, v=x.v, g=x.g.float(), beta=x.beta.float())
 
 
 def _int32(x: Tensor, width: int) -> Tensor:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from cp_gdn.backends.hopper_walk import slab_bytes
 from cp_gdn.workspace import Buffer, Wanted, placed
 
 
@@ -13,7 +14,8 @@ class MemorySizes:
     """What the buffers of a context depend on.
 
     Attributes:
-        prepared: bytes, see `prepared_parts`. tape: bytes of what a forward keeps of its chunks. slab: of the largest.
+        prepared: bytes, see `prepared_parts`. tape: bytes of what a forward keeps of its chunks.
+        places: chunks and value heads of the largest slab.
         states, adjoints: rows without and with states of documents. offsets, adjoint_offsets, maps: rows.
         alone: nothing is summarized. cutoff: the decay bound marks maps that are zero.
         keeps_states, keeps_maps: they are saved, and no scratch.
@@ -22,7 +24,7 @@ class MemorySizes:
     value_heads: int
     prepared: int
     tape: int
-    slab: int
+    places: int
     states: tuple[int, int]
     adjoints: tuple[int, int]
     offsets: int
@@ -32,6 +34,11 @@ class MemorySizes:
     cutoff: bool
     keeps_states: bool
     keeps_maps: bool
+
+    @property
+    def lends_offsets(self) -> bool:
+        """Whether offsets of adjoints fit where a slab will have its adjoints."""
+        return self.adjoint_offsets * self.value_heads * 2 <= self.places  # a state of fp32 is two of bf16
 
     def row(self, count: int) -> tuple[int, ...]:
         return (count, self.value_heads, 128, 128)
@@ -69,8 +76,8 @@ def _of_maps(sizes: MemorySizes) -> list[Wanted]:
 def _of_adjoints(sizes: MemorySizes, *, document_states: bool) -> list[Wanted]:
     rows, life = sizes.row(sizes.adjoints[document_states]), ("adjoint summarize", "adjoint replay")
     found: list[Wanted] = [("adjoints", rows, torch.float32, life)]
-    if not sizes.alone:
+    if not (sizes.alone or sizes.lends_offsets):
         offsets = sizes.row(sizes.adjoint_offsets)
         found.append(("adjoint offsets", offsets, torch.float32, ("adjoint summarize", "adjoint exchange")))
-    found.append(("slab", (sizes.slab,), torch.uint8, ("states", "gradients")))
+    found.append(("slab", (slab_bytes(sizes.places),), torch.uint8, ("adjoint summarize", "gradients")))
     return found

@@ -107,7 +107,7 @@ def steps_of(tables: SlabTables, chunks: Tensor, ends: Tensor) -> Tensor:
         chunks: [N, 2] int32. ends: see `zero_ends`.
     """
     flags = torch.zeros_like(chunks[:, 0])
-    for chunk, flag in (ends[:, [0, 2]].unbind(1), ends[:, [1, 3]].unbind(1)):
+    for chunk, flag in ((ends[:, 0], ends[:, 2]), (ends[:, 1], ends[:, 3])):
         flags.index_add_(0, chunk, flag)  # no chunk twice, but both ends of a segment may be one
     total = tables.slabs[-1].end_step if tables.slabs else 0
     first, width, head, steps = tables.blocks.view(-1, 4).unbind(1)

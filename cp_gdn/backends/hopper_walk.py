@@ -3,6 +3,7 @@
 import struct
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from cp_gdn.backends.hopper_prepare import Prepared
@@ -119,6 +120,11 @@ class SlabTapes:
     def adjoints(self) -> int:
         """Address of the adjoints after the chunks."""
         return self.room.data_ptr() + self.places * STATE_BYTES
+
+    def before_adjoints(self, shape: tuple[int, ...]) -> Tensor:
+        """fp32 scratch where adjoints will be, until a walk leaves some there."""
+        first, count = self.places * STATE_BYTES, torch.Size(shape).numel()
+        return self.room[first : first + 4 * count].view(torch.float32).view(shape)
 
     @property
     def values(self) -> int:

@@ -28,7 +28,7 @@ hopper = pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 BACKENDS = ["torch", pytest.param("hopper", marks=hopper)]
 LENGTHS = (1500, 0, 64, 5, 700)
 BOUNDS = [0, *torch.tensor(LENGTHS).cumsum(0).tolist()]
-EARLY = ("offsets", "dropped", "adjoint offsets")
+EARLY = ("offsets", "dropped")
 """Buffers that a backward has let go of when it takes its slab."""
 
 
