@@ -72,9 +72,8 @@ class Pack:
         assert kernels is not None
         x = Inputs(q=q, k=k, v=v, g=g, beta=beta, scale=128**-0.5, l2norm=False)
         room, tape = Room(kernels.buffers("backward", kept=True, document_states=False), v.device), kernels.new_tape()
-        kernels.forward.prepare(x, dout, room, tape)
         out = gradients_like(x)
-        forward = kernels.forward.prepare(x, out.v, room, tape, made=True)
+        forward = kernels.forward.prepare(x, out.v, tape)
         return cls(
             kernels=kernels,
             forward=forward,
@@ -82,7 +81,7 @@ class Pack:
             out=out,
             tapes=hopper_walk.SlabTapes(room=room.take("slab"), places=kernels.places, zero=0),
             states=torch.zeros(kernels.forward.tables.num_segments, value_heads, 128, 128, device="cuda"),
-            prepare=lambda: kernels.forward.prepare(x, out.v, room, tape),
+            prepare=lambda: kernels.forward.prepare(x, out.v, tape),
         )
 
     def launches(self) -> dict[str, Callable[[], object]]:

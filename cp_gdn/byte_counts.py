@@ -112,7 +112,7 @@ def saved_bytes(ctx: Context, *, use_qk_l2norm_in_kernel: bool = False, initial_
     if ctx.kernels is not None:
         rows = ctx.options.keeps_states * ctx.kernels.saved_rows(initial=initial_state)
         saves = saves_tapes(ctx.options, EXPLICIT, small=True)
-        tapes = ctx.kernels.sizes.tape if saves else 0
+        tapes = ctx.kernels.sizes.prepared if saves else 0
         kept |= {"states": rows * ctx.heads[1] * layer.state_bytes, "tapes": tapes}
     return kept
 

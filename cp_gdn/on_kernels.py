@@ -22,10 +22,10 @@ def forward_on_kernels(
     """`op.run_forward` on the kernels."""
     options, forward, carried = ctx.options, kernels.forward, manner.carried
     asked = manner.final or initial_state is not None
-    memory = bind(ctx, "forward", manner.workspace, kept=manner.tapes, document_states=asked)
-    with no_grad(), on_device(forward.device), memory as room:
+    scratch = bind(ctx, "forward", manner.workspace, kept=manner.tapes, document_states=asked)
+    with no_grad(), on_device(forward.device), scratch as room:
         tape = kernels.new_tape() if manner.tapes else None
-        inputs = forward.prepare(x, None, room, tape)
+        inputs = forward.prepare(x, None, room.take("prepared") if tape is None else tape)
         if carried is None:
             entered = forward.enter(ctx.comm, inputs, initial_state, "STATE", room)
         else:
@@ -60,12 +60,13 @@ def backward_on_kernels(
     """`op.run_backward` on the kernels; ``given``: gradients of o and of the final states."""
     x, asked = saved.inputs, saved.has_initial or given[1] is not None
     tape = None if saved.tapes is None else saved.tapes.tape
-    memory = bind(ctx, "backward", workspace, kept=tape is not None, document_states=asked)
-    with no_grad(), on_device(kernels.forward.device), memory as room:
-        inputs, grads = kernels.begin(x, room, tape)
+    scratch = bind(ctx, "backward", workspace, kept=tape is not None, document_states=asked)
+    with no_grad(), on_device(kernels.forward.device), scratch as room:
+        memory = room.take("prepared") if tape is None else tape
+        inputs = kernels.forward.prepare(x, x.v, memory, made=tape is not None)  # the next walk has no output
         boundary = _boundary(ctx, kernels.forward, inputs, saved, room)
         first = kernels.first_states(inputs, boundary, given[1], room)
-        grads = gradients_like(x) if grads is None else grads
+        grads = gradients_like(x)
         dinitial = kernels.backward(ctx.comm, first, (given[0], grads), room)
     return InputGradients(
         q=grads.q,

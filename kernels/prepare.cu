@@ -2,8 +2,8 @@
 // N = (I + L diag b)^-1 L, L = strict(K K^T), D_ij = exp(g_i - g_j) of the cumulative gates.
 //
 // Grid: chunks x H, heads fastest (neighbours share rows of memory). Block: two warps per value head, at least one warpgroup. Reads 64
-// rows of q and k and the chunk's beta and g; writes T in bf16 (its own tensor, or the first channels of one that a walk will fill),
-// Q K^T [H, T, 64] in fp16, zero above the diagonal, as swizzled images, and the log bound of each chunk's map.
+// rows of q and k and the chunk's beta and g; writes T in bf16, in strips of 16 rows as wide as the triangle is there, Q K^T [H, T, 64]
+// in fp16, zero above the diagonal, as swizzled images, and the log bound of each chunk's map.
 // L2NORM: q and k are raw; their norms scale the products and are written to rstd.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -11,14 +11,14 @@
 #include "inverse.cuh"
 
 struct PrepareParams {
-    TensorMap t_map;             // of t: boxes of 64 channels x 1 head x 64 tokens
+    TensorMap t[C / 16];         // strip s of T: [strips of that kind, HV, 16, 16 (s + 1)] bf16, boxes of 64 channels x 16 rows
     const __nv_bfloat16 *q, *k;  // row and head strides in elements below
     const float* beta;           // [T, HV]
-    __nv_bfloat16* t;            // [T, HV, 64]
     char* qk;                    // [H, T, 64] fp16, zero above the diagonal
     const int2* chunks;          // first row, count
+    const int4* ranks;           // the number of each strip among those of its kind
     long long q_row, q_head, k_row, k_head;
-    int tokens, value_heads, t_row, t_head;  // from token to token of t and from head to head, in elements
+    int tokens, value_heads;
     const float* g;              // [T, HV]
     float* bound;                // [HV, chunks], or null
     float* rstd;                 // [2, H, T] (q, then k), L2NORM only
@@ -153,15 +153,13 @@ __device__ __forceinline__ void half_bound(PrepareSmem& sm, u32 h, u32 half, u32
     if (lane == 0) sm.bound[h][half] = x;
 }
 
-// A head's image of T, by its two warps: a whole chunk by one bulk copy, a partial one row by row.
-__device__ __forceinline__ void store_inverse(const PrepareParams& p, const char* image, int2 chunk, int head, u32 half, u32 lane) {
-    if (chunk.y == C) {
-        if (half == 0 && lane == 0) tma_store(&p.t_map, image, 0, head, chunk.x);
-        return;
-    }
-    for (int i = half * 32 + lane; i < chunk.y * 8; i += 64)
-        *reinterpret_cast<uint4*>(p.t + (chunk.x + static_cast<long long>(i / 8)) * p.t_row + head * p.t_head + i % 8 * 8) =
-            *reinterpret_cast<const uint4*>(image + swizzled(i / 8, i % 8 * 16));
+// A head's image of T by one thread; the map cuts off what lies above the triangle's blocks.
+__device__ __forceinline__ void store_inverse(const PrepareParams& p, const char* image, int index, int count, int head) {
+    const int4 ranks = p.ranks[index];
+    const int rank[C / 16] = {ranks.x, ranks.y, ranks.z, ranks.w};
+#pragma unroll
+    for (int i = 0; i < C / 16; i++)
+        if (i * 16 < count) strip_store(&p.t[i], image + i * (IMAGE / 4), (rank[i] * p.value_heads + head) * 16);
 }
 
 // ---- one block ------------------------------------------------------------------------------------------------------
@@ -215,7 +213,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) prepare(const __
         gate_rows(sm, h, half, lane);
         fence_async();
         pair_barrier(h + 1);
-        store_inverse(p, sm.images[1 + h], chunk, value_head, half, lane);
+        if (half == 0 && lane == 0) store_inverse(p, sm.images[1 + h], index, chunk.y, value_head);
         if (half == 0 && lane == 0 && p.bound)
             p.bound[static_cast<long long>(value_head) * (gridDim.x / heads) + index] = sm.bound[h][0] + sm.bound[h][1];
     }

@@ -42,6 +42,11 @@ __device__ __forceinline__ void tma_load(void* dst, const TensorMap* map, u64* b
         "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::
             "r"(smem_addr(dst)), "l"(map), "r"(smem_addr(bar)), "r"(x), "r"(y), "r"(z) : "memory");
 }
+// 16 rows of 64 channels, of a tensor that may have fewer channels: zeros beyond them.
+__device__ __forceinline__ void strip_load(void* dst, const TensorMap* map, u64* bar, int row) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::
+            "r"(smem_addr(dst)), "l"(map), "r"(smem_addr(bar)), "r"(0), "r"(row) : "memory");
+}
 __device__ __forceinline__ void bulk_load(void* dst, const void* src, u32 bytes, u64* bar) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
             "r"(smem_addr(dst)), "l"(src), "r"(bytes), "r"(smem_addr(bar)) : "memory");
@@ -50,6 +55,11 @@ __device__ __forceinline__ void bulk_load(void* dst, const void* src, u32 bytes,
 __device__ __forceinline__ void tma_store(const TensorMap* map, const void* src, int x, int y, int z) {
     asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::
             "l"(map), "r"(smem_addr(src)), "r"(x), "r"(y), "r"(z) : "memory");
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+__device__ __forceinline__ void strip_store(const TensorMap* map, const void* src, int row) {
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];" ::
+            "l"(map), "r"(smem_addr(src)), "r"(0), "r"(row) : "memory");
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 template <int N> __device__ __forceinline__ void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory"); }

@@ -11,6 +11,7 @@
 #include "decay.cuh"
 
 constexpr int STAGES = 3;  // of tiles and scalars
+constexpr int STRIP = SQUARE / 4;  // 16 rows of T
 constexpr int AUX_REGISTERS = 88, STATE_REGISTERS = 208;
 static_assert(AUX_REGISTERS + 2 * STATE_REGISTERS == 504, "more than the launch has: a warpgroup would wait for registers for ever");
 
@@ -19,11 +20,12 @@ struct Item { int first_chunk, chunks; short head, run; int segment; };
 
 struct WalkParams {
     TensorMap k, q, v, out_map;  // [tokens, heads, 128] bf16, boxes of 64 channels x 1 head x 64 tokens; see `out`
-    TensorMap t;                 // [T, HV, 64], T; it may lie in `out`, whose chunks are written after they are read
+    TensorMap t[C / 16];         // of strips of T, see `prepare`: boxes of 64 channels x 16 rows
     const char* qk;              // [H, T, 64] fp16, swizzled per chunk: Q K^T, zero above the diagonal
     const float* g;              // [T, HV], raw log gates
     const float* rstd;           // [2, H, T]: 1 / norm of q and of k where the kernel normalizes, else null
     const int2* chunks;          // first row, count
+    const int4* ranks;           // the number of each strip of T among those of its kind
     __nv_bfloat16* out;          // [T, HV, 128]: o, or dv in the adjoint walk
     float scale;
     int tokens, value_heads, group, out_row;  // from token to token of `out`, in elements
@@ -67,11 +69,12 @@ __device__ __forceinline__ bool has_v(const Item& item) { return !is_map(item); 
 __device__ __forceinline__ int place(const Item& item, int c) { return REVERSE ? item.first_chunk + item.chunks - 1 - c : item.first_chunk + c; }
 
 // ---- warpgroup 0, warp 0: copies -------------------------------------------------------------------------------------
-__device__ __forceinline__ void load_chunk(const WalkParams& p, Tiles& sm, Signals& signals, const Item& item, int c, int2 chunk) {
-    const int s = c % STAGES, head = item.head / p.group;
+__device__ __forceinline__ void load_chunk(const WalkParams& p, Tiles& sm, Signals& signals, const Item& item, int c, int2 chunk, int4 ranks) {
+    const int s = c % STAGES, head = item.head / p.group, strips = (chunk.y + 15) / 16;
+    const int rank[C / 16] = {ranks.x, ranks.y, ranks.z, ranks.w};
     u64* bar = &signals.loaded[s];
     barrier_wait(&signals.free[s], (c / STAGES & 1) ^ 1);
-    barrier_expect(bar, TILE + SQUARE + has_v(item) * TILE + HAS_Q * (TILE + chunk.y * 128));
+    barrier_expect(bar, TILE + strips * STRIP + has_v(item) * TILE + HAS_Q * (TILE + chunk.y * 128));
     for (int half = 0; half < 2; half++) {
         tma_load(sm.k[s] + half * HALF, &p.k, bar, half * 64, head, chunk.x);
 #if HAS_Q
@@ -79,7 +82,9 @@ __device__ __forceinline__ void load_chunk(const WalkParams& p, Tiles& sm, Signa
 #endif
         if (has_v(item)) tma_load(sm.v[s] + half * HALF, &p.v, bar, half * 64, item.head, chunk.x);
     }
-    tma_load(sm.t[s], &p.t, bar, 0, item.head, chunk.x);
+#pragma unroll
+    for (int i = 0; i < C / 16; i++)
+        if (i < strips) strip_load(sm.t[s] + i * STRIP, &p.t[i], bar, (rank[i] * p.value_heads + item.head) * 16);
 #if HAS_Q
     bulk_load(sm.p[s], p.qk + (static_cast<long long>(head) * p.tokens + chunk.x) * 128, chunk.y * 128, bar);
 #endif
@@ -87,10 +92,13 @@ __device__ __forceinline__ void load_chunk(const WalkParams& p, Tiles& sm, Signa
 
 __device__ __forceinline__ void copies(const WalkParams& p, Tiles& sm, Signals& signals, const Item& item) {
     int2 next = p.chunks[place(item, 0)];
+    int4 next_ranks = p.ranks[place(item, 0)];
     for (int c = 0; c < item.chunks; c++) {
         const int2 chunk = next;
-        next = p.chunks[place(item, min(c + 1, item.chunks - 1))];
-        load_chunk(p, sm, signals, item, c, chunk);
+        const int4 ranks = next_ranks;
+        const int following = place(item, min(c + 1, item.chunks - 1));
+        next = p.chunks[following], next_ranks = p.ranks[following];
+        load_chunk(p, sm, signals, item, c, chunk, ranks);
     }
 }
 

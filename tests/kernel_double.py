@@ -18,7 +18,7 @@ from cp_gdn import affine, context, on_kernels
 from cp_gdn.backends import hopper, hopper_backward, hopper_walk
 from cp_gdn.backends.choice import BackendChoice
 from cp_gdn.backends.hopper_hops import KernelHops
-from cp_gdn.backends.hopper_prepare import Prepared, prepared_parts, tape_bytes
+from cp_gdn.backends.hopper_prepare import Prepared, prepared_parts
 from cp_gdn.backends.hopper_walk import Ends, Items, WalkInputs
 from cp_gdn.reference import gated_delta_step
 from cp_gdn.workspace import Room
@@ -44,11 +44,10 @@ def fold(
             states[dst] = out if offsets is None else out + offsets[offset]
 
 
-def prepare(kernel: Any, queries_keys: tuple[Tensor, Tensor], gates: Any, chunks: Tensor, made: Prepared) -> None:
-    """T, which the doubles do not need."""
-    sizes = (len(made.t), made.heads, len(chunks))
-    assert made.memory.numel() in (prepared_parts(*sizes)[-1], tape_bytes(*sizes))
-    made.t.fill_(POISON)
+def prepare(kernel: Any, queries_keys: tuple[Tensor, Tensor], gates: Any, made: Prepared) -> None:
+    """Nothing, for the doubles do not need T."""
+    assert made.memory.numel() == prepared_parts(len(queries_keys[0]), made.heads, made.chunks.kinds)[-1]
+    made.memory.fill_(255)
 
 
 def poisoned(room: Room, name: str, take: Any = Room.take) -> Tensor:
@@ -138,7 +137,7 @@ class Walks:
 
 def pieces(x: WalkInputs, work: Items) -> Iterator[tuple[tuple[int, int, list[int]], int, int]]:
     """Segment, row of its map and token rows, value head, run: of every segment of every item."""
-    segments, runs = work.segments.view(torch.int32).view(-1, 4).tolist(), x.chunks.tolist()
+    segments, runs = work.segments.view(torch.int32).view(-1, 4).tolist(), x.prepared.chunks.rows.tolist()
     for first, count, packed, segment in work.items.tolist():
         run, head = packed >> 16, packed & 0xFFFF
         seen = 0

@@ -20,7 +20,15 @@ import pytest
 from torch import Tensor
 
 from cp_gdn import context, on_kernels
-from cp_gdn.backends import hopper, hopper_backward, hopper_fold, hopper_grad, hopper_prepare, hopper_walk
+from cp_gdn.backends import (
+    hopper,
+    hopper_backward,
+    hopper_fold,
+    hopper_grad,
+    hopper_prepare,
+    hopper_strips,
+    hopper_walk,
+)
 from cp_gdn.backends.choice import TORCH, BackendChoice
 from cp_gdn.backends.cubins import source_folder
 from cp_gdn.comm import Comm
@@ -100,12 +108,12 @@ class HostKernel:
 
 def tensor_map(x: Tensor) -> bytes:
     """`launch.tensor_map` as the CPU's `ptx.cuh` reads it."""
-    return map_at(x.data_ptr(), x.shape, x.stride())
+    return struct.pack("<16Q", x.data_ptr(), *x.shape, 2 * x.stride(0), 2 * x.stride(1), *(0,) * 10)
 
 
-def map_at(pointer: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> bytes:
-    """`launch.map_at` as the CPU's `ptx.cuh` reads it."""
-    return struct.pack("<16Q", pointer, *shape, 2 * strides[0], 2 * strides[1], *(0,) * 10)
+def strip_map(pointer: int, rows: int, width: int) -> bytes:
+    """`launch.strip_map` likewise."""
+    return struct.pack("<16Q", pointer, rows, 1, width, 2 * width, *(0,) * 11)
 
 
 def chosen(asked: dict[str, Any], comm: Comm) -> BackendChoice:
@@ -131,8 +139,7 @@ def host_kernels(seed: int = 0) -> Iterator[None]:
             patch.setattr(module, "load_prepare", load_prepare)
         for module in (hopper_walk, hopper_grad):
             patch.setattr(module, "tensor_map", tensor_map)
-        for module in (hopper_walk, hopper_prepare):
-            patch.setattr(module, "map_at", map_at)
+        patch.setattr(hopper_strips, "strip_map", strip_map)
         for module in (hopper, hopper_backward, hopper_fold, on_kernels):
             patch.setattr(module, "on_device", lambda index: nullcontext())
         patch.setattr(hopper, "cubins", lambda variants: None)

@@ -1,7 +1,7 @@
 """The Hopper backend of a context: the forward of the op on the kernels of ``kernels/``.
 
 prepare -> walk for B and M -> fold -> exchange -> fold -> walk for o
-States, offsets, maps and final states are read and written where they lie, by row; T waits inside of o, or is kept.
+States, offsets, maps and final states are read and written where they lie, by row.
 """
 
 from collections.abc import Sequence
@@ -15,6 +15,7 @@ from cp_gdn.backends.cubins import cubins, variants_of
 from cp_gdn.backends.hopper_fold import load_fold
 from cp_gdn.backends.hopper_items import items_of_heads
 from cp_gdn.backends.hopper_prepare import Prepared, PrepareKernel, load_prepare, prepare
+from cp_gdn.backends.hopper_strips import Chunks
 from cp_gdn.backends.hopper_tables import WALKS, KernelTables, rows_index
 from cp_gdn.backends.hopper_walk import Ends, Items, Summaries, WalkInputs, load_walk, replay, summarize
 from cp_gdn.backends.launch import Kernel, map_ready, on_device
@@ -85,7 +86,7 @@ class HopperBackend:
     tables: KernelTables
     work: Sequence[Items]
     ends: Sequence[Tensor]
-    chunks: Tensor
+    chunks: Chunks
     nothing: Tensor
     alone: bool
     kernels: Kernels
@@ -102,7 +103,7 @@ class HopperBackend:
             tables=tables,
             work=[Items(items=x, segments=tables.segments) for x in items],
             ends=tables.rows.unbind(),
-            chunks=tables.chunks.view(torch.int32).view(-1, 2),
+            chunks=Chunks.of(tables.chunks.view(torch.int32).view(-1, 2), tables.strips),
             nothing=torch.empty((0, value_heads, 128, 128), device=tables.items.device),
             alone=not any(tables.counts[:INDEPENDENT]) and tables.routes.kind == "none",
             kernels=load_kernels(index, value_heads // heads[0]),
@@ -123,27 +124,20 @@ class HopperBackend:
 
     # ---- stages ------------------------------------------------------------------------------------------------------
 
-    def prepare(
-        self, x: Inputs, out: Tensor | None, room: Room, tape: Tensor | None, *, made: bool = False
-    ) -> WalkInputs:
+    def prepare(self, x: Inputs, out: Tensor | None, memory: Tensor, *, made: bool = False) -> WalkInputs:
         """Everything about a chunk that does not depend on a state, for walks whose output is ``out``.
 
         Args:
-            out: None: memory of its own. tape: memory to keep all of it in; None: scratch, and T waits in ``out``.
-            made: it is in ``tape`` already.
+            out: None: memory of its own. memory: of `prepared_parts`. made: all of it is there already.
         """
         q, k, v = map_ready(x.q), map_ready(x.k), map_ready(x.v)
-        g, beta, chunks = x.g.float().contiguous(), x.beta.float().contiguous(), self.chunks
-        if tape is None:
-            out = _like(v) if out is None else out
-        memory, waiting = (room.take("prepared"), out) if tape is None else (tape, None)
-        prepared = Prepared.inside(memory, waiting, v.shape[0], self.heads, chunks.shape[0])
+        g, beta = x.g.float().contiguous(), x.beta.float().contiguous()
+        prepared = Prepared.inside(memory, self.chunks, v.shape[0], self.heads)
         if not made:
-            prepare(self.kernels.prepare[x.l2norm], (q, k), (g, beta), chunks, prepared)
-        out = _like(v) if out is None else out  # memory that the first launch does not need comes after it
-        return WalkInputs(
-            q=q, k=k, v=v, g=g, beta=beta, chunks=chunks, prepared=prepared, out=out, scale=x.scale, l2norm=x.l2norm
-        )
+            prepare(self.kernels.prepare[x.l2norm], (q, k), (g, beta), prepared)
+        if out is None:  # memory that the first launch does not need comes after it
+            out = torch.empty_like(v, memory_format=torch.contiguous_format)
+        return WalkInputs(q=q, k=k, v=v, g=g, beta=beta, prepared=prepared, out=out, scale=x.scale, l2norm=x.l2norm)
 
     def buffer(self, room: Room, name: str, count: int) -> Tensor:
         """Scratch of that name, or ``count`` rows of their own where they are saved."""
@@ -212,7 +206,3 @@ class HopperBackend:
 
     def _rows(self, walk: int, *, initial: bool = False, final: bool = True) -> Tensor:
         return self.ends[rows_index(walk, initial=initial, final=final)]
-
-
-def _like(v: Tensor) -> Tensor:
-    return torch.empty_like(v, memory_format=torch.contiguous_format)

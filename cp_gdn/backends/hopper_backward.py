@@ -1,7 +1,7 @@
 """The backward of a context on the Hopper kernels.
 
 prepare -> adjoint walk for Bt -> fold -> exchange -> fold -> per slab: walk for S and Vn, adjoint walk for dv and dS',
-grad. After the folds segments are independent, so slabs change no bit. T waits inside of dv, or comes from the forward.
+grad. After the folds segments are independent, so slabs change no bit. What `prepare` makes may come from the forward.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from cp_gdn.backends.hopper_grad import KernelGradients, grad, load_grad
 from cp_gdn.backends.hopper_items import items_of_heads
 from cp_gdn.backends.hopper_memory import MemorySizes, buffers_of
 from cp_gdn.backends.hopper_mirror import MirrorTables, mirror_index
-from cp_gdn.backends.hopper_prepare import prepared_parts, tape_bytes
+from cp_gdn.backends.hopper_prepare import prepared_parts
 from cp_gdn.backends.hopper_slabs import NO_ADJOINT, NO_STATE, places_of_heads, steps_of, zero_ends
 from cp_gdn.backends.hopper_tables import KernelTables, rows_index
 from cp_gdn.backends.hopper_walk import (
@@ -129,8 +129,7 @@ class HopperKernels:
             kernels=kernels,
             sizes=MemorySizes(
                 value_heads=heads[1],
-                prepared=prepared_parts(tokens, heads, len(forward.chunks))[-1],
-                tape=tape_bytes(tokens, heads, len(forward.chunks)),
+                prepared=prepared_parts(tokens, heads, uploaded.strips)[-1],
                 places=places,
                 states=uploaded.num_rows,
                 adjoints=tables.num_rows,
@@ -150,7 +149,7 @@ class HopperKernels:
 
     def kept_shapes(self, heads: int, state: tuple[int, int, int], *, l2norm: bool) -> dict[str, tuple[int, ...]]:
         """Shapes of the tensors of `kept_tensors`, by name; the arguments are those of any backend, known here."""
-        return {"tape": (self.sizes.tape,)}
+        return {"tape": (self.sizes.prepared,)}
 
     def kept_tensors(self, tape: Tensor, states: None) -> list[Tensor]:
         """What a forward keeps beside entry states and maps."""
@@ -162,19 +161,11 @@ class HopperKernels:
 
     def new_tape(self) -> Tensor:
         """Room for what `prepare` leaves of a call."""
-        return torch.empty(self.sizes.tape, dtype=torch.uint8, device=self.forward.nothing.device)
+        return torch.empty(self.sizes.prepared, dtype=torch.uint8, device=self.forward.nothing.device)
 
     def saved_rows(self, *, initial: bool) -> int:
         """Rows of the states that a forward keeps, by whether an initial state came in."""
         return self.forward.tables.num_rows[int(initial)]
-
-    def begin(self, x: Inputs, room: Room, tape: Tensor | None = None) -> tuple[WalkInputs, KernelGradients | None]:
-        """A backward's first stage, which a ``tape`` of the forward spares; without one, also room for its results,
-        where T waits."""
-        if tape is not None:
-            return self.forward.prepare(x, x.v, room, tape, made=True), None  # the next walk has no output
-        out = gradients_like(x)
-        return self.forward.prepare(x, out.v, room, None), out
 
     def first_states(self, x: WalkInputs, boundary: Boundary, dfinal: Tensor | None, room: Room) -> Begun:
         """The states of the first slab, which need no adjoint: beside them an exchange is under way, and whatever takes

@@ -14,7 +14,7 @@ class MemorySizes:
     """What the buffers of a context depend on.
 
     Attributes:
-        prepared: bytes, see `prepared_parts`. tape: bytes of what a forward keeps of its chunks.
+        prepared: bytes, see `prepared_parts`; a tape is just that.
         places: chunks and value heads of the largest slab.
         states, adjoints: rows without and with states of documents. offsets, adjoint_offsets, maps: rows.
         alone: nothing is summarized. cutoff: the decay bound marks maps that are zero.
@@ -23,7 +23,6 @@ class MemorySizes:
 
     value_heads: int
     prepared: int
-    tape: int
     places: int
     states: tuple[int, int]
     adjoints: tuple[int, int]

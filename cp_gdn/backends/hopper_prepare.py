@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cp_gdn.backends.launch import Kernel, Place, load, map_at
+from cp_gdn.backends.hopper_strips import ROWS, Chunks, in_rows, strip_bytes, strip_maps
+from cp_gdn.backends.launch import Kernel, load
 from cp_gdn.plan import CHUNK
 
 ALIGN = 256
@@ -32,43 +33,34 @@ class Prepared:
     """What `prepare` leaves, of the normalised q and k.
 
     Attributes:
-        memory: bytes of ``qk``, ``bound`` and ``rstd``, which start ``at`` these addresses, and of T, if it is kept.
-        waiting: [T, HV, 128] bf16 whose first channels hold T until a walk overwrites it; None where T is kept.
-        tokens, heads (H, HV), chunks: how many.
+        memory: its bytes. at: addresses of ``qk``, ``bound``, ``rstd``, then of the strips of T of each kind.
+        tokens, heads (H, HV): how many.
     """
 
     memory: Tensor
-    waiting: Tensor | None
-    at: tuple[int, int, int]
+    at: tuple[int, ...]
+    chunks: Chunks
     tokens: int
     heads: tuple[int, int]
-    chunks: int
 
     @classmethod
-    def inside(
-        cls, memory: Tensor, waiting: Tensor | None, tokens: int, heads: tuple[int, int], chunks: int
-    ) -> "Prepared":
-        """In ``memory`` of `prepared_parts` bytes, or of `tape_bytes` where nothing is ``waiting``."""
-        base, (_, bound, rstd, _) = memory.data_ptr(), prepared_parts(tokens, heads, chunks)
-        at = (base, base + bound, base + rstd)
-        return cls(memory=memory, waiting=waiting, at=at, tokens=tokens, heads=heads, chunks=chunks)
+    def inside(cls, memory: Tensor, chunks: Chunks, tokens: int, heads: tuple[int, int]) -> "Prepared":
+        """In ``memory`` of `prepared_parts` bytes."""
+        base, (*starts, _) = memory.data_ptr(), prepared_parts(tokens, heads, chunks.kinds)
+        return cls(memory=memory, at=tuple([base + x for x in starts]), chunks=chunks, tokens=tokens, heads=heads)
 
     @property
-    def place_of_t(self) -> Place:
-        """Of T [T, HV, 64] bf16 = diag b - diag b (N o D) diag b (docs/design.md)."""
-        shape = (self.tokens, self.heads[1], CHUNK)
-        if self.waiting is not None:
-            return self.waiting.data_ptr(), shape, self.waiting.stride()
-        end = prepared_parts(self.tokens, self.heads, self.chunks)[-1]
-        return self.at[0] + end, shape, (self.heads[1] * CHUNK, CHUNK, 1)
+    def t_maps(self) -> bytes:
+        """Tensor maps of the strips of T."""
+        return strip_maps(self.at[3:], self.chunks.kinds, self.heads[1])
 
     @property
     def t(self) -> Tensor:
-        """T as a tensor."""
-        if self.waiting is not None:
-            return self.waiting.narrow(2, 0, CHUNK)
-        end = prepared_parts(self.tokens, self.heads, self.chunks)[-1]
-        return self.memory[end:].view(torch.bfloat16).view(self.tokens, self.heads[1], CHUNK)
+        """[T, HV, 64] bf16, T = diag b - diag b (N o D) diag b (docs/design.md)."""
+        kinds = enumerate(self.chunks.kinds)
+        shapes = [(count, self.heads[1], ROWS, ROWS * (kind + 1)) for kind, count in kinds]
+        strips = [self._part(3 + kind, torch.bfloat16, shape) for kind, shape in enumerate(shapes)]
+        return in_rows(strips, self.chunks, self.tokens)
 
     @property
     def qk(self) -> Tensor:
@@ -78,7 +70,7 @@ class Prepared:
     @property
     def bound(self) -> Tensor:
         """[HV, N] fp32, log bound of each chunk's map."""
-        return self._part(1, torch.float32, (self.heads[1], self.chunks))
+        return self._part(1, torch.float32, (self.heads[1], self.chunks.count))
 
     @property
     def rstd(self) -> Tensor:
@@ -92,44 +84,33 @@ class Prepared:
 
 
 @functools.lru_cache(maxsize=1024)
-def prepared_parts(tokens: int, heads: tuple[int, int], chunks: int) -> tuple[int, ...]:
-    """Where ``qk``, ``bound`` and ``rstd`` start, and the bytes of all; norms have their place whether they are asked
-    for or not."""
-    sizes = (heads[0] * tokens * CHUNK * 2, heads[1] * chunks * 4, 2 * heads[0] * tokens * 4)
+def prepared_parts(tokens: int, heads: tuple[int, int], kinds: tuple[int, ...]) -> tuple[int, ...]:
+    """Where ``qk``, ``bound``, ``rstd`` and the strips of T start, and the bytes of all; norms have their place whether
+    they are asked for or not. ``kinds``: see `Chunks`."""
+    sizes = (heads[0] * tokens * CHUNK * 2, heads[1] * kinds[0] * 4, 2 * heads[0] * tokens * 4)
     ends = [0]
-    for size in sizes:
+    for size in (*sizes, *strip_bytes(kinds, heads[1])):
         ends.append(ends[-1] - (-size // ALIGN) * ALIGN)
     return tuple(ends)
 
 
-def tape_bytes(tokens: int, heads: tuple[int, int], chunks: int) -> int:
-    """Of all that `prepare` leaves, T included."""
-    return prepared_parts(tokens, heads, chunks)[-1] + tokens * heads[1] * CHUNK * 2
-
-
-_PARAMS = struct.Struct("<6Q4q4i3Q8x")
-"""What follows the tensor map in the kernel's struct, padded to its alignment of 64."""
+_PARAMS = struct.Struct("<6Q4q2i3Q16x")
+"""What follows the tensor maps in the kernel's struct, padded to its alignment of 64."""
 
 
 def prepare(
-    kernel: PrepareKernel,
-    queries_keys: tuple[Tensor, Tensor],
-    gates: tuple[Tensor, Tensor],
-    chunks: Tensor,
-    made: Prepared,
+    kernel: PrepareKernel, queries_keys: tuple[Tensor, Tensor], gates: tuple[Tensor, Tensor], made: Prepared
 ) -> None:
     """Everything about a chunk that no state is needed for, into ``made``.
 
     Args:
         queries_keys: q, k [T, H, 128] bf16 (head rows dense). gates: g and beta [T, HV] fp32.
-        chunks: [N, 2] int32, first row, count.
     """
-    if not made.chunks:
+    if not made.chunks.count:
         return
-    (q, k), (g, beta), (qk, bound, rstd) = queries_keys, gates, made.at
-    t, _, strides_of_t = place = made.place_of_t
-    pointers = (q.data_ptr(), k.data_ptr(), beta.data_ptr(), t, qk, chunks.data_ptr())
+    (q, k), (g, beta), (qk, bound, rstd, *_), chunks = queries_keys, gates, made.at, made.chunks
+    pointers = (q.data_ptr(), k.data_ptr(), beta.data_ptr(), qk, chunks.rows.data_ptr(), chunks.ranks.data_ptr())
     strides = (*q.stride()[:2], *k.stride()[:2])
-    sizes = (made.tokens, made.heads[1], *strides_of_t[:2])
+    sizes = (made.tokens, made.heads[1])
     params = _PARAMS.pack(*pointers, *strides, *sizes, g.data_ptr(), bound, rstd if kernel.l2norm else 0)
-    kernel.launch((made.chunks * made.heads[0],), map_at(*place) + params)
+    kernel.launch((chunks.count * made.heads[0],), made.t_maps + params)

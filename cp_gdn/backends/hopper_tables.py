@@ -15,6 +15,7 @@ from cp_gdn.backends.hopper_exchange import KernelRoutes, PackedRoutes, packed_r
 from cp_gdn.backends.hopper_hops import KernelHops, PackedHops, packed
 from cp_gdn.backends.hopper_items import MAP, lone_items, longest_first, run_items
 from cp_gdn.backends.hopper_mirror import MirrorTables, mirror_tables
+from cp_gdn.backends.hopper_strips import strips_of
 from cp_gdn.chains import NO_HOPS
 from cp_gdn.exchange import Routes
 from cp_gdn.fragments import Ints, unset
@@ -151,6 +152,7 @@ class KernelTables:
     compose_maps: KernelHops
     num_maps: int
     num_chunks: int
+    strips: tuple[int, ...]
     num_segments: int
     chunks: Index
     segments: Index
@@ -201,6 +203,7 @@ def kernel_tables(plan: Plan, schedule: Schedule, routes: Routes, heads: tuple[i
         compose_maps=hops[schedule.compose_maps],
         num_maps=schedule.num_maps,
         num_chunks=len(plan.chunks),
+        strips=strips_of(plan.chunks.count),
         num_segments=count,
         chunks=packed(np.array((plan.chunks.first_row, plan.chunks.count), dtype=np.int32).T),
         segments=packed(_segment_rows(plan, schedule)),

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from cp_gdn.backends.hopper_prepare import Prepared
 from cp_gdn.backends.hopper_slabs import STATE_BYTES, VALUE_BYTES
-from cp_gdn.backends.launch import Kernel, load, map_at, tensor_map
+from cp_gdn.backends.launch import Kernel, load, tensor_map
 
 WALK_THREADS = 384
-_CALL, _LAUNCH = struct.Struct("<5Qf4i4x"), struct.Struct("<11Qfi32x")
-"""What follows the five tensor maps in the kernels' struct: of a call, of a launch, padded to its alignment of 64."""
+_CALL, _LAUNCH = struct.Struct("<6Qf4i4x"), struct.Struct("<11Qfi24x")
+"""What follows the tensor maps in the kernels' struct: of a call, of a launch, padded to its alignment of 64."""
 
 
 def load_walk(*, emit_o: bool = False, emit_s: bool = False) -> Kernel:
@@ -27,16 +27,15 @@ def load_adjoint(*, emit: bool) -> Kernel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WalkInputs:
-    """One call's tensors: q, k [T, H, 128] and v (in the mirror dO) [T, HV, 128] bf16, g and beta [T, HV] fp32, chunks
-    [N, 2] int32 (first row, count), what `prepare` made (whose norms count where q and k are raw), the output of a walk
-    that has one [T, HV, 128] bf16 (heads dense), and all of it as the kernels take it."""
+    """One call's tensors: q, k [T, H, 128] and v (in the mirror dO) [T, HV, 128] bf16, g and beta [T, HV] fp32, what
+    `prepare` made (whose norms count where q and k are raw), the output of a walk that has one [T, HV, 128] bf16 (heads
+    dense), and all of it as the kernels take it."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     g: Tensor
     beta: Tensor
-    chunks: Tensor
     prepared: Prepared
     out: Tensor
     scale: float
@@ -44,10 +43,11 @@ class WalkInputs:
     call: bytes = field(init=False)
 
     def __post_init__(self) -> None:
-        out, (qk, _, _) = self.out, self.prepared.at
-        maps = b"".join([tensor_map(x) for x in (self.k, self.q, self.v, out)]) + map_at(*self.prepared.place_of_t)
-        heads, value_heads = self.prepared.heads
-        pointers = (qk, self.g.data_ptr(), self.rstd, self.chunks.data_ptr(), out.data_ptr())
+        out, made = self.out, self.prepared
+        maps = b"".join([tensor_map(x) for x in (self.k, self.q, self.v, out)]) + made.t_maps
+        heads, value_heads = made.heads
+        tables = (made.chunks.rows.data_ptr(), made.chunks.ranks.data_ptr())
+        pointers = (made.at[0], self.g.data_ptr(), self.rstd, *tables, out.data_ptr())
         sizes = (self.v.shape[0], value_heads, value_heads // heads, out.stride(0))
         object.__setattr__(self, "call", maps + _CALL.pack(*pointers, self.scale, *sizes))
 
@@ -158,7 +158,7 @@ def _launch(kernel: Kernel, x: WalkInputs, work: Items, ends: Ends, others: Othe
         return
     tables = (work.items.data_ptr(), ends.rows.data_ptr(), work.segments.data_ptr())
     pointers = (*tables, _at(ends.start), _at(ends.end), _at(work.places))
-    kernel.launch((count,), x.call + _LAUNCH.pack(*pointers, *others, x.prepared.chunks))
+    kernel.launch((count,), x.call + _LAUNCH.pack(*pointers, *others, x.prepared.chunks.count))
 
 
 def _at(x: Tensor | None) -> int:

@@ -18,8 +18,6 @@ from cp_gdn.backends.cubins import cubin
 TILE_TOKENS, TILE_CHANNELS = 64, 64
 """Box of a tensor map: 64 tokens of one head, 64 channels (128 bytes, the swizzle's width)."""
 MAP_BYTES = 128
-Place = tuple[int, tuple[int, ...], tuple[int, ...]]
-"""Where a tensor lies: address, shape, strides."""
 
 _HERE = threading.local()
 _NOTHING = nullcontext()
@@ -114,33 +112,41 @@ def _load(name: str, defines: tuple[tuple[str, int], ...], threads: int, smem: i
 
 
 def tensor_map(x: Tensor) -> bytes:
-    """`map_at` of x [T, heads, 128] bf16; strided views pass."""
-    return map_at(x.data_ptr(), x.shape, x.stride())
+    """The 128 bytes of a TMA map over x [T, heads, 128] bf16, made once per address, shape and strides; strided views
+    pass."""
+    return _tensor_map(x.data_ptr(), x.shape, x.stride())
 
 
 @functools.lru_cache(maxsize=1024)
-def map_at(pointer: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> bytes:
-    """The 128 bytes of a TMA map over [T, heads, 64 or 128] bf16, made once per address, shape and strides."""
-    driver = _driver()
+def _tensor_map(pointer: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> bytes:
     tokens, heads, dim = shape
     if not tokens:
         return bytes(MAP_BYTES)  # the driver makes no map of nothing, and no kernel reads it
+    return _encoded(pointer, (dim, heads, tokens), (strides[1], strides[0]), (TILE_CHANNELS, 1, TILE_TOKENS), "256B")
+
+
+def strip_map(pointer: int, rows: int, width: int) -> bytes:
+    """A map over [rows, width] bf16, dense, of which boxes of 16 rows and 64 columns are copied: zeros beyond
+    ``width``."""
+    return _encoded(pointer, (width, rows), (width,), (TILE_CHANNELS, 16), "128B") if rows else bytes(MAP_BYTES)
+
+
+def _encoded(pointer: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], ahead: str) -> bytes:
+    """A map over a bf16 tensor, the innermost dimension first; ``strides`` in elements, of the others."""
+    driver = _driver()
     as_int64, as_int32 = driver.cuuint64_t, driver.cuuint32_t
-    promotions = driver.CUtensorMapL2promotion
-    # a box that holds whole rows must not bring into the cache what lies beside them
-    ahead = "256B" if dim > TILE_CHANNELS else "128B"
     made = check(
         driver.cuTensorMapEncodeTiled(
             driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-            3,
+            len(sizes),
             pointer,
-            [as_int64(n) for n in (dim, heads, tokens)],
-            [as_int64(2 * n) for n in (strides[1], strides[0])],
-            [as_int32(n) for n in (TILE_CHANNELS, 1, TILE_TOKENS)],
-            [as_int32(1)] * 3,
+            [as_int64(n) for n in sizes],
+            [as_int64(2 * n) for n in strides],
+            [as_int32(n) for n in box],
+            [as_int32(1)] * len(sizes),
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
             driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-            getattr(promotions, f"CU_TENSOR_MAP_L2_PROMOTION_L2_{ahead}"),
+            getattr(driver.CUtensorMapL2promotion, f"CU_TENSOR_MAP_L2_PROMOTION_L2_{ahead}"),
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
     )

@@ -17,6 +17,7 @@ from cp_gdn.backends.hopper_hops import packed
 from cp_gdn.backends.hopper_items import items_of_heads, lone_items, longest_first, run_items
 from cp_gdn.backends.hopper_prepare import Prepared, prepared_parts
 from cp_gdn.backends.hopper_slabs import places_of_heads, slab_tables, steps_of
+from cp_gdn.backends.hopper_strips import Chunks, strips_of
 from cp_gdn.backends.hopper_walk import (
     Ends,
     Items,
@@ -66,10 +67,10 @@ def inputs(lengths: list[int], gate: str, group: int, seed: int = 0) -> dict[str
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Documents of one segment each, as the kernels take them: chunk rows [N, 2], packed segments, walk items [n, 4]
+    """Documents of one segment each, as the kernels take them: chunks, packed segments, walk items [n, 4]
     per value head, ``shared`` by short neighbours or not, their places and the steps of `grad` in one slab."""
 
-    chunks: Tensor
+    chunks: Chunks
     segments: Tensor
     items: Tensor
     places: Tensor
@@ -86,13 +87,13 @@ class Work:
         found = run_items(segments, ids) if shared else longest_first(lone_items(segments, ids, 1))
         slabs = upload(slab_tables(found, heads), torch.device("cuda"))
         assert len(slabs.slabs) == 1
-        chunks = torch.tensor(rows, dtype=torch.int32, device="cuda")
+        chunks = Chunks.of(torch.tensor(rows, dtype=torch.int32, device="cuda"), strips_of([n for _, n in rows]))
         return cls(
             chunks=chunks,
             segments=torch.from_numpy(packed(np.stack((segments.first_chunk, num_chunks, ids, 0 * ids), 1))).cuda(),
             items=items_of_heads(torch.from_numpy(packed(found)).cuda(), heads[1]),
             places=places_of_heads(slabs, heads[1] // heads[0]),
-            steps=steps_of(slabs, chunks, torch.zeros((0, 4), dtype=torch.int32, device="cuda")),
+            steps=steps_of(slabs, chunks.rows, torch.zeros((0, 4), dtype=torch.int32, device="cuda")),
             count=len(lengths),
         )
 
@@ -125,22 +126,21 @@ def heads_of(x: dict[str, Tensor]) -> tuple[int, int]:
     return x["q"].shape[1], x["v"].shape[1]
 
 
-def prepared_by(x: dict[str, Tensor], chunks: Tensor, *, v: str = "v", l2norm: bool = False) -> WalkInputs:
-    """What the walks take: `prepare` has run, T lies in a tensor of NaN."""
+def prepared_by(x: dict[str, Tensor], chunks: Chunks, *, v: str = "v", l2norm: bool = False) -> WalkInputs:
+    """What the walks take: `prepare` has run in memory full of NaN."""
     kernel = hopper_prepare.load_prepare(heads_of(x)[1] // heads_of(x)[0], l2norm=l2norm)
     out = torch.full(x["v"].shape, float("nan"), dtype=x["v"].dtype, device="cuda")
-    sizes = (len(out), heads_of(x), len(chunks))
-    memory = torch.empty(prepared_parts(*sizes)[-1], dtype=torch.uint8, device="cuda")
-    made = Prepared.inside(memory, out, *sizes)
-    hopper_prepare.prepare(kernel, (x["q"], x["k"]), (x["g"], x["beta"]), chunks, made)
+    size = prepared_parts(len(out), heads_of(x), chunks.kinds)[-1]
+    made = Prepared.inside(torch.full((size,), 255, dtype=torch.uint8, device="cuda"), chunks, len(out), heads_of(x))
+    hopper_prepare.prepare(kernel, (x["q"], x["k"]), (x["g"], x["beta"]), made)
     given = {name: x[name] for name in ("q", "k", "g", "beta")}
-    return WalkInputs(**given, v=x[v], chunks=chunks, prepared=made, out=out, scale=SCALE, l2norm=l2norm)
+    return WalkInputs(**given, v=x[v], prepared=made, out=out, scale=SCALE, l2norm=l2norm)
 
 
 def squares(given: WalkInputs) -> dict[str, Tensor]:
     """T and Q K^T of what `prepare` left, in rows."""
     made = given.prepared
-    return {"t": made.t.transpose(0, 1).clone(), "qk": unswizzled(made.qk, given.chunks)}
+    return {"t": made.t.transpose(0, 1).clone(), "qk": unswizzled(made.qk, made.chunks.rows)}
 
 
 def summary(
@@ -178,7 +178,7 @@ def run_backward(
     mirrored = replace(given, v=x["dout"])
     names = ("q", "k", "g", "beta")
     out = replace(KernelGradients.empty(v=given.v, **{n: x[n] for n in names}), v=given.out)
-    places = len(work.chunks) * heads_of(x)[1]
+    places = work.chunks.count * heads_of(x)[1]
     room = torch.full((slab_bytes(places),), 255, dtype=torch.uint8, device="cuda")
     tapes = SlabTapes(room=room, places=places, zero=0)
     for name in names:

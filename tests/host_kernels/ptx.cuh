@@ -67,6 +67,23 @@ inline void tma_store(const TensorMap* map, const void* src, int x, int y, int z
                 if (char* to = host_row(map, x, y, z, r)) memcpy(to + u * 16, static_cast<const char*>(src) + swizzled(r, u * 16), 16);
     });
 }
+template <typename Move> void host_strip(const TensorMap* map, const void* tile, int row, Move move) {
+    for (int r = 0; r < 16; r++)
+        for (int u = 0; u < 8; u++) {
+            const bool there = row + r < static_cast<int>(map->words[1]) && u * 8 < static_cast<int>(map->words[3]);
+            char* at = reinterpret_cast<char*>(map->words[0]) + (row + r) * static_cast<long long>(map->words[4]) + u * 16;
+            move(static_cast<char*>(const_cast<void*>(tile)) + swizzled(r, u * 16), there ? at : nullptr);
+        }
+}
+inline void strip_load(void* dst, const TensorMap* map, u64* bar, int row) {
+    host_copy([=] {
+        host_strip(map, dst, row, [](char* to, const char* from) { if (from) memcpy(to, from, 16); else memset(to, 0, 16); });
+        host_bytes(bar, 16 * 128);
+    });
+}
+inline void strip_store(const TensorMap* map, const void* src, int row) {
+    host_copy([=] { host_strip(map, src, row, [](const char* from, char* to) { if (to) memcpy(to, from, 16); }); });
+}
 inline void bulk_load(void* dst, const void* src, u32 bytes, u64* bar) { host_copy([=] { memcpy(dst, src, bytes), host_bytes(bar, bytes); }); }
 inline void bulk_store(void* dst, const void* src, u32 bytes) { host_copy([=] { memcpy(dst, src, bytes); }); }
 template <int N> void bulk_wait_read() { const unsigned t = host::thread(); host::block.wait([=] { return host::block.under_way[t] <= N; }); }
