@@ -166,11 +166,12 @@ __device__ __forceinline__ void finish_group(const GradParams& p, GradSmem& sm, 
 
 __device__ __forceinline__ void keys(const GradParams& p, GradSmem& sm, int half, int t) {
     float dQ[32], dK[32];
+    int meetings = 0;
     each_step(p, [&](const Place& at, int member) {
         if (member == 0)
 #pragma unroll
             for (int i = 0; i < 32; i++) dQ[i] = 0.f, dK[i] = 0.f;
-        ready_tiles(p, sm, at, member);
+        ready_tiles(p, sm, at, member, meetings);
         key_step(p, sm, at, dQ, dK, half, t);
         add_pairs(sm, at, dQ, dK, half, t);
         if (member == GROUP - 1) finish_group(p, sm, at, dQ, dK, half, t);

@@ -117,9 +117,10 @@ template <bool SCORES> __device__ __forceinline__ void pair_products(const GradP
 
 __device__ __forceinline__ void pairs(const GradParams& p, GradSmem& sm, int t) {
     GroupPairs group;
+    int meetings = 0;
     each_step(p, [&](const Place& at, int member) {
         const int s = at.step & 1;
-        ready_tiles(p, sm, at, member);
+        ready_tiles(p, sm, at, member, meetings);
         if (member == 0) group_products(sm, at, group);
         wait_loaded(sm, VN0 + s, at.step / 2);
         float E[32], before[8][4] = {};

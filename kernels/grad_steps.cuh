@@ -34,7 +34,7 @@ struct alignas(1024) GradSmem {
     Scalars scalars[2];
     RowSums sums[2];
     float along[2][2][C];  // y . dy of q and k, by column half
-    u64 loaded[BUFFERS], freed[BUFFERS], scalars_ready[2], sums_ready[2], sums_free[2], pairs_ready, pairs_free;
+    u64 loaded[BUFFERS], freed[BUFFERS], scalars_ready[2], sums_ready[2], sums_free[2], pairs_ready, pairs_free, met;
 };
 
 struct Place { int step, item, head, value_head; int2 chunk; int image, zero; };  // one value head of one step
@@ -161,25 +161,32 @@ __device__ __forceinline__ void gates(const GradParams& p, GradSmem& sm, int lan
 }
 
 // ---- workers --------------------------------------------------------------------------------------------------------
+// The three warpgroups of workers wait for each other, `meetings` times so far. They come from two places of the code, for which a
+// named barrier has no rule.
+__device__ __forceinline__ void meet(GradSmem& sm, int& meetings) {
+    barrier_arrive(&sm.met);
+    barrier_wait(&sm.met, meetings++ & 1);
+}
+
 // Rows beyond a partial chunk's tokens must not reach a product: they hold a neighbour's values or old ones.
 __device__ __forceinline__ void zero_rows(char* tile, int count) {
     for (int i = threadIdx.x; i < (C - count) * 16; i += 384)
         *reinterpret_cast<uint4*>(tile + (i & 1) * HALF + count * 128 + (i >> 1) * 16) = make_uint4(0, 0, 0, 0);
 }
-__device__ __forceinline__ void clean_partial(GradSmem& sm, const Place& at) {
+__device__ __forceinline__ void clean_partial(GradSmem& sm, const Place& at, int& meetings) {
     const int s = at.step & 1;
     wait_loaded(sm, QK, at.item), wait_loaded(sm, DOUT, at.step), wait_loaded(sm, DV, at.step), wait_loaded(sm, VN0 + s, at.step / 2);
-    named_barrier<4, 384>();
+    meet(sm, meetings);
     for (char* tile : {sm.q, sm.k, sm.dout, sm.dv, sm.vn[s]}) zero_rows(tile, at.chunk.y);
     fence_async();
-    named_barrier<4, 384>();
+    meet(sm, meetings);
 }
 
 // Raw q and k become unit rows, once per group.
-__device__ __forceinline__ void normalize_rows(const GradParams& p, GradSmem& sm, const Place& at) {
+__device__ __forceinline__ void normalize_rows(const GradParams& p, GradSmem& sm, const Place& at, int& meetings) {
     const long long heads = p.value_heads / GROUP;
     wait_loaded(sm, QK, at.item);
-    named_barrier<4, 384>();
+    meet(sm, meetings);
     for (int i = threadIdx.x; i < 2 * C * 16; i += 384) {
         const int is_key = i / (C * 16), row = i / 16 % C, unit = i % 16;
         if (row >= at.chunk.y) continue;
@@ -190,12 +197,12 @@ __device__ __forceinline__ void normalize_rows(const GradParams& p, GradSmem& sm
                        pack(low_half(raw.z) * r, high_half(raw.z) * r), pack(low_half(raw.w) * r, high_half(raw.w) * r));
     }
     fence_async();
-    named_barrier<4, 384>();
+    meet(sm, meetings);
 }
 // What a worker does before a step: tiles that are as the products want them.
-__device__ __forceinline__ void ready_tiles(const GradParams& p, GradSmem& sm, const Place& at, int member) {
-    if (at.chunk.y < C) clean_partial(sm, at);
-    if (L2NORM && member == 0) normalize_rows(p, sm, at);
+__device__ __forceinline__ void ready_tiles(const GradParams& p, GradSmem& sm, const Place& at, int member, int& meetings) {
+    if (at.chunk.y < C) clean_partial(sm, at, meetings);
+    if (L2NORM && member == 0) normalize_rows(p, sm, at, meetings);
 }
 
 // A shared-memory address that the compiler does not carry through the loop in a register of its own.
@@ -215,6 +222,6 @@ __device__ __forceinline__ void init_barriers(GradSmem& sm) {
     const int readers[BUFFERS] = {12, 12, 12, 8, 8, 8, 12, 12};  // warps
     for (int i = 0; i < BUFFERS; i++) barrier_init(&sm.loaded[i], 1), barrier_init(&sm.freed[i], readers[i]);
     for (int i = 0; i < 2; i++) barrier_init(&sm.scalars_ready[i], 1), barrier_init(&sm.sums_ready[i], 12), barrier_init(&sm.sums_free[i], 1);
-    barrier_init(&sm.pairs_ready, 128), barrier_init(&sm.pairs_free, 8);
+    barrier_init(&sm.pairs_ready, 128), barrier_init(&sm.pairs_free, 8), barrier_init(&sm.met, 384);
     fence_barrier_init();
 }
