@@ -27,7 +27,7 @@ def check_tensor(name: str, x: object, ctx: "Context", shape: Sequence[int], dty
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: got {type(x).__name__}, expected a tensor")
     if x.shape == shape and x.dtype in dtypes and x.device == ctx.device and x.layout is torch.strided:
-        return  # the usual case, in a microsecond
+        return
     if x.device.type != ctx.device.type or (ctx.device.index is not None and x.device.index != ctx.device.index):
         raise ValueError(
             f"{name}: got device {x.device}, expected {ctx.device}; move it, or build a context for its device"
@@ -51,8 +51,8 @@ def token_shape(x: object, *dims: int) -> tuple[int, ...]:
     return (1, *dims) if isinstance(x, Tensor) and x.dim() == len(dims) + 1 else dims
 
 
-def check_call(ctx: "Context", tensors: Sequence[Any], initial_state: Any, scale: float, l2norm: bool) -> Inputs:
-    """The inputs of a call, without their leading 1; refuses all that does not fit the context.
+def check_call(ctx: "Context", tensors: Sequence[Any], initial_state: Any) -> None:
+    """Refuse a call whose tensors do not fit the context.
 
     Args:
         tensors: q, k [1, T, H, K] or [T, H, K], v [.., HV, V], g and beta [.., HV], all alike with or without the 1.
@@ -60,10 +60,13 @@ def check_call(ctx: "Context", tensors: Sequence[Any], initial_state: Any, scale
     """
     batched = isinstance(tensors[0], Tensor) and tensors[0].dim() == 4
     wanted = _wanted(ctx.heads, ctx.head_dims, ctx.num_tokens, ctx.dtype, batched)
+    device, strided = ctx.device, torch.strided
     for x, (name, shape, dtypes) in zip(tensors, wanted, strict=True):
-        check_tensor(name, x, ctx, shape, dtypes)
-    check_state("initial_state", initial_state, ctx, len(ctx.plan.entry_docs))
-    return token_rows(tensors, scale, l2norm)
+        fits = isinstance(x, Tensor) and x.shape == shape and x.dtype in dtypes and x.device == device
+        if not (fits and x.layout is strided):  # here, since every call comes by before its first launch
+            check_tensor(name, x, ctx, shape, dtypes)
+    if initial_state is not None:
+        check_state("initial_state", initial_state, ctx, len(ctx.plan.entry_docs))
 
 
 @functools.lru_cache(maxsize=256)
@@ -88,6 +91,13 @@ def token_rows(tensors: Sequence[Tensor], scale: float, l2norm: bool) -> Inputs:
     """Checked q, k, v, g, beta without the leading 1 that they may carry."""
     q, k, v, g, beta = (t[0] for t in tensors) if tensors[0].dim() == 4 else tensors
     return Inputs(q=q, k=k, v=v, g=g, beta=beta, scale=scale, l2norm=l2norm)
+
+
+def like_rows(x: Tensor, other: Tensor) -> Tensor:
+    """``x`` with the leading 1 where ``other`` has it, else without; the rest of their shapes is the same."""
+    if x.dim() == other.dim():
+        return x
+    return x.unsqueeze(0) if other.dim() > x.dim() else x[0]
 
 
 def check_choices(ctx: "Context", scale: object, l2norm: object) -> tuple[float, bool]:

@@ -30,6 +30,8 @@ BESIDE = 0.125
 times are exact in float64."""
 FOLD_BLOCKS = 8
 """Thread blocks of a fold per fragment and head: 16 of the 128 state columns each."""
+FOR_MEMORY = 1.04
+"""Largest time, over the best, of a P that is taken for the memory of a backward's tapes."""
 MERGE_ABOVE = 32
 """Distinct rows of a table above which fragments of nearly equal length are taken as equal."""
 
@@ -209,31 +211,46 @@ def measured_vector(tables: Sequence[Table], heads: int, calibration: Calibratio
 
 
 def measured_p(rows: Rows, heads: int, calibration: Calibration) -> int:
-    """P of a rank: the one that loses the least (`RankModel.losses`), the smallest on ties.
+    """P of a rank: the one that loses the least (`RankModel.losses`), the smallest on ties; if it costs no more than
+    `FOR_MEMORY`, one whose segments are short enough for a backward's memory (`short_chunks`).
 
     Walks count at a bound of their makespan; exact makespans chose the same P in every row that was measured.
     """
-    rows = _thinned(rows)
+    short, rows = short_chunks(rows, heads, calibration), _thinned(rows)
     longest = rows[0][0] if rows else 0
-    largest = min(longest, _largest_useful(rows, heads, calibration))
     least = max(2, -(-longest // calibration.settings.max_chunks))
-    tried = [1, *range(min(least, MAX_SEGMENTS), largest + 1)]
+    largest = min(longest, _largest_useful(rows, heads, calibration, short))
+    tried = np.array([1, *range(min(least, MAX_SEGMENTS), largest + 1)])
     if len(tried) == 1:
         return 1
-    return tried[int(RankModel(rows, heads, calibration, np.array(tried)).losses().argmin())]
+    losses = RankModel(rows, heads, calibration, tried).losses()
+    lean = losses + np.where(_is_short(tried, longest, short), 0, np.inf)
+    return int(tried[(lean if lean.min() <= FOR_MEMORY * losses.min() else losses).argmin()])
 
 
 def may_run(p: Ints, longest: Ints, calibration: Calibration) -> Ints:
     """Whether the rule may pick P = `p` where the longest fragment has `longest` chunks; P = 1 always."""
-    short: Ints = (ceil_div(longest, p) <= calibration.settings.max_chunks) | (p == MAX_SEGMENTS)
-    return (p <= longest) & short | (p == 1)
+    return (p <= longest) & _is_short(p, longest, calibration.settings.max_chunks) | (p == 1)
 
 
-def _largest_useful(rows: Rows, heads: int, calibration: Calibration) -> int:
+def short_chunks(rows: Rows, heads: int, calibration: Calibration) -> int:
+    """Chunks that a segment may have without costing a backward memory: any number unless the rank has more than a wave
+    of the longest segments, see `Settings.wave_chunks`."""
+    chunks, settings = sum(nc * count for nc, _, _, count in rows), calibration.settings
+    return settings.wave_chunks if chunks * heads > settings.max_chunks * calibration.sm_count else LONG
+
+
+def _is_short(p: Ints, longest: int | Ints, most: int) -> Ints:
+    """Whether segments of the longest fragment have `most` chunks at P = `p`, or as few as can be."""
+    short: Ints = (ceil_div(longest, p) <= most) | (p == MAX_SEGMENTS)
+    return short
+
+
+def _largest_useful(rows: Rows, heads: int, calibration: Calibration, short: int) -> int:
     longest = rows[0][0] if rows else 0
     even = sum(nc * count for nc, _, _, count in rows) * heads // calibration.sm_count
-    useful = max(1, USEFUL * longest // max(1, even), -(-longest // calibration.settings.max_chunks))
-    return min(MAX_SEGMENTS, useful)
+    needed = -(-longest // min(short, calibration.settings.max_chunks))
+    return min(MAX_SEGMENTS, max(1, USEFUL * longest // max(1, even), needed))
 
 
 def _thinned(rows: Rows) -> Rows:

@@ -95,7 +95,8 @@ class GraphCache:
     Args:
         fn: ``fn(ctx, *tensors)`` gives a tensor, or a tuple of tensors and None. What it reads beside its arguments is
             read where it lies (parameters) or as it was at the capture (all else).
-        parameters: tensors whose gradients `step` returns too.
+        parameters: tensors whose gradients `step` returns too. No autograd graph of an earlier call (a loss that is
+            still alive) may hold one when a step is captured.
         capacity: graphs that are kept, those used last; dropping one waits for the device.
 
     Close a `Comm` after the caches that used it: NCCL ends a communicator after the last graph captured with it.
@@ -147,6 +148,8 @@ class GraphCache:
             key = (self._shape_of(ctx), given is not None, *map(_signature, (*tensors, *(given or ()))), _autocast())
             graph = self._graphs.pop(key, None)
             if graph is None:
+                if given is not None:
+                    _check_free(self._call.parameters)
                 self._make_room(ctx)
                 graph = self._place.captured(self._call, ctx, tensors, given, fresh=not self._graphs)
             self._graphs[key] = graph  # the last of them is the one used last
@@ -258,6 +261,29 @@ def _check(ctx: Context, tensors: Sequence[Tensor], given: Sequence[Tensor | Non
             raise TypeError(f"{name}: got {type(x).__name__}, expected a tensor")
         if x.device.type != ctx.device.type or (ctx.device.index is not None and x.device.index != ctx.device.index):
             raise ValueError(f"{name}: got device {x.device}, expected {ctx.device}")
+
+
+def _check_free(parameters: Sequence[Tensor]) -> None:
+    """Refuse parameters that another autograd graph holds: torch ends their gradients on the stream of that graph's
+    call, which is not captured."""
+    for i, x in enumerate(parameters):
+        if x.requires_grad and x.is_leaf and _is_held(x):
+            raise RuntimeError(
+                f"parameters[{i}]: got one that an earlier call still holds, which would take its gradient to that "
+                "call's stream, out of the capture; drop that call's outputs (a loss, or what DDP keeps) before"
+            )
+
+
+def _is_held(leaf: Tensor) -> bool:
+    """Whether an autograd graph is alive that ends in ``leaf``: what is noted on its last node is then found again."""
+
+    def notes() -> dict[Any, Any]:
+        node: Any = torch.autograd.graph.get_gradient_edge(leaf).node  # torch's types take its property for a method
+        found: dict[Any, Any] = node.metadata
+        return found
+
+    notes()["cp_gdn: is held"] = True
+    return bool(notes().pop("cp_gdn: is held", False))
 
 
 def _check_place(device: torch.device, comm: Comm, *, sends: bool) -> None:

@@ -7,7 +7,6 @@ run refuses what a real one would.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 from cp_gdn import recompute
 from cp_gdn.backends.precision import state_dtype
 from cp_gdn.backends.torch_chunked import Inputs
-from cp_gdn.checks import check_call, token_rows
+from cp_gdn.checks import check_call, like_rows, token_rows
 from cp_gdn.context import CONTEXTS, Context
 from cp_gdn.op import run_backward, run_forward
 from cp_gdn.saved import InputGradients, Manner, Saved, Tapes
@@ -41,15 +40,15 @@ def call(
 
 def arguments(ctx: Context, tensors: Sequence[Tensor | None], scale: float, l2norm: bool) -> tuple[Any, ...]:
     """What `forward_op` takes."""
-    seen = ctx.traced
-    sizes = [seen.final, seen.states[tensors[5] is not None], seen.maps, seen.owned, seen.tapes[l2norm]]
+    seen, initial, raw = ctx.traced, int(tensors[5] is not None), int(l2norm)  # torch 2.11 traces no bool as an index
+    sizes = [seen.final, seen.states[initial], seen.maps, seen.owned, seen.tapes[raw]]
     return *tensors, seen.handle, sizes, scale, l2norm, seen.holds_initial
 
 
 def like_inputs(grads: InputGradients, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Gradients of q, k, v, g, beta with the leading 1 where the inputs have it."""
     found = (grads.q, grads.k, grads.v, grads.g, grads.beta)
-    return [grad.view(t.shape) for grad, t in zip(found, tensors, strict=True)]
+    return [like_rows(grad, t) for grad, t in zip(found, tensors, strict=True)]
 
 
 def context_of(handle: int) -> Context:
@@ -95,7 +94,9 @@ def forward_op(
     """o; in one dim each, of ``sizes``: final states, entry states, maps, owned maps, bytes of tapes."""
     context = context_of(handle)
     with context.comm.guard("chunk_gated_delta_rule"):
-        x = check_call(context, (q, k, v, g, beta), initial, scale, l2norm)
+        tensors = (q, k, v, g, beta)
+        check_call(context, tensors, initial)
+        x = token_rows(tensors, scale, l2norm)
         o, final, saved = run_forward(context, x, initial, Manner(tapes=context.options.keeps_tapes))
         context.note_call("library", "forward", **decided(context))
     ends, states, maps, owned = (flat(each, final) for each in (final, saved.states, saved.maps, saved.owned))
@@ -104,7 +105,7 @@ def forward_op(
 
 def decided(ctx: Context) -> dict[str, Any]:
     """The decisions of a call of this entry."""
-    return asdict(recompute.decide(ctx.options, recompute.OPERATOR, 0))
+    return recompute.named(recompute.decide_outside(ctx.options, recompute.OPERATOR))
 
 
 def _flat(ctx: Context, tapes: Tapes | None, like: Tensor) -> Tensor:
@@ -127,11 +128,11 @@ def _tapes(ctx: Context, x: Inputs, found: Tensor) -> Tapes | None:
 
 @forward_op.register_fake
 def _(*args: Any) -> Outputs:
-    *tensors, initial, handle, sizes, scale, l2norm, _ = args
+    *tensors, initial, handle, sizes, _, _, _ = args
     if isinstance(handle, int):  # a symbol stands for any context, whose own call checks
         ctx = context_of(handle)
         with ctx.comm.guard("chunk_gated_delta_rule"):
-            check_call(ctx, tensors, initial, scale, l2norm)
+            check_call(ctx, tensors, initial)
     v = tensors[2]
     final, states, maps, owned = (v.new_empty((size,), dtype=state_dtype(v.dtype)) for size in sizes[:4])
     return v.new_empty(v.shape), final, states, maps, owned, v.new_empty((sizes[4],), dtype=torch.uint8)

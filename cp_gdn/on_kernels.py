@@ -31,7 +31,9 @@ def forward_on_kernels(
         else:
             found = forward.summarized(inputs, None, room) if options.keeps_maps else None
             entered = Entered(states=carried.states, found=found, exchange=None)
-        final = forward.new_states(forward.tables.num_exits if manner.final else 0)
+        # what a call hands out is its own, were it without rows: autograd writes its node on it
+        rows = (forward.tables.num_exits, *forward.state_shape)
+        final = forward.nothing.new_empty(rows) if manner.final else forward.nothing
         if manner.output:
             forward.replay(inputs, entered, final if manner.final else None, initial=initial_state is not None)
         else:
@@ -72,8 +74,8 @@ def backward_on_kernels(
         q=grads.q,
         k=grads.k,
         v=grads.v,
-        g=grads.g.to(x.g.dtype),
-        beta=grads.beta.to(x.beta.dtype),
+        g=_in_dtype(grads.g, x.g.dtype),
+        beta=_in_dtype(grads.beta, x.beta.dtype),
         initial_state=dinitial if saved.has_initial else None,
     )
 
@@ -81,6 +83,10 @@ def backward_on_kernels(
 def no_grad() -> AbstractContextManager[None]:
     """`torch.no_grad` where it is not so already, as it is inside of an autograd function."""
     return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
+
+
+def _in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def _pass_empty(forward: HopperBackend, final: Tensor, initial_state: Tensor | None) -> None:

@@ -54,6 +54,8 @@ def split_heads(qkv: Tensor, heads: tuple[int, int], head_dims: tuple[int, int])
 def are_packed(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether the rows of q, k and v [..., T, heads, dim] lie side by side in one piece of memory."""
     place = q.storage_offset()
+    if k.storage_offset() != place + q.shape[-2] * q.shape[-1]:
+        return False  # tensors of their own, at once
     for x in (q, k, v):
         beside = x.storage_offset() == place and x.stride()[:-2] == q.stride()[:-2]
         dense = x.stride()[-2:] == (x.shape[-1], 1)

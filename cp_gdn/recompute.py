@@ -13,7 +13,7 @@ What this module knows of a frame lies on the frame, and dies with it.
 import functools
 import inspect
 import weakref
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -136,6 +136,18 @@ def decide(options: Options, region: Region | str, count: int, *, small: bool = 
     asked = "Options(recompute_output='always')" if options.recompute_output == "always" else against
     tapes, why = ("saved", saves) if saves else _tapes(options, region, against, no_tapes)
     return Decision(tapes=tapes, tapes_reason=why, output=output, output_reason=asked or PROVEN)
+
+
+@functools.lru_cache(maxsize=256)
+def decide_outside(options: Options, reason: str, *, small: bool = False, no_tapes: str = "") -> Decision:
+    """`decide` of a call that stands in no region for this ``reason``; it is the same for all of them."""
+    return decide(options, reason, 0, small=small, no_tapes=no_tapes)
+
+
+@functools.lru_cache(maxsize=64)
+def named(decision: Decision) -> dict[str, Any]:
+    """A decision as `Context.note_call` takes it."""
+    return asdict(decision)
 
 
 def _tapes(options: Options, region: Region | str, against: str, no_tapes: str) -> tuple[str, str]:

@@ -165,9 +165,9 @@ class Room:
     def take(self, name: str) -> Tensor:
         """A buffer; each can be taken once."""
         buffer = self._buffers.pop(name)
-        self.used += buffer.end - buffer.offset
         if isinstance(self._memory, torch.device):
             return torch.empty(buffer.shape, dtype=buffer.dtype, device=self._memory)
+        self.used += buffer.end - buffer.offset
         piece = self._memory[buffer.offset : buffer.offset + buffer.nbytes]
         return piece.view(buffer.dtype).view(buffer.shape)
 

@@ -36,7 +36,7 @@ def test_a_file_gives_back_the_calibration_that_was_saved(tmp_path: Path) -> Non
 
 
 def spoiled(**changes: Any) -> dict[str, Any]:
-    good: dict[str, Any] = {"format": "cp_gdn calibration", "version": 2, "device": "X", "sm_count": 7, "source": "y"}
+    good: dict[str, Any] = {"format": "cp_gdn calibration", "version": 3, "device": "X", "sm_count": 7, "source": "y"}
     good |= {"times_ns": asdict(H200_MODEL.times), "settings": asdict(H200_MODEL.settings)}
     for key, value in changes.items():
         entry, _, name = key.partition("__")
@@ -50,7 +50,7 @@ def spoiled(**changes: Any) -> dict[str, Any]:
 REFUSED = [
     (spoiled(format="other"), 'expected an object with "format": "cp_gdn calibration"'),
     ([], "expected an object"),
-    (spoiled(version=1), "got version 1, expected 2; calibrate again"),
+    (spoiled(version=2), "got version 2, expected 3; calibrate again"),
     (spoiled(device=3), "device: got 3, expected a string"),
     (spoiled(sm_count=0), "sm_count: got 0, expected an int >= 1"),
     (spoiled(times_ns=[1]), "times_ns: got .*expected exactly"),
@@ -58,6 +58,7 @@ REFUSED = [
     (spoiled(times_ns__grad=-1), r"times_ns\.grad: got -1, expected an int >= 0"),
     (spoiled(times_ns__grad=1.5), r"times_ns\.grad: got 1\.5, expected an int >= 0"),
     (spoiled(settings__max_chunks=0), r"settings\.max_chunks: got 0, expected an int >= 1"),
+    (spoiled(settings__wave_chunks=0), r"settings\.wave_chunks: got 0, expected an int >= 1"),
 ]
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from cp_gdn import cost_model
 from cp_gdn.backends.hopper_items import run_items
 from cp_gdn.calibration import H200_MODEL, Settings
-from cp_gdn.cost_model import ALL, BESIDE, SUMMARIES, RankModel, quantities, step_ns
+from cp_gdn.cost_model import ALL, BESIDE, FOR_MEMORY, SUMMARIES, RankModel, quantities, step_ns
 from cp_gdn.layout import partition
 from cp_gdn.makespan import rank_tables, table_rows
 from cp_gdn.plan import build_plan
@@ -88,7 +88,7 @@ def test_decay_leaves_of_every_summary_a_few_chunks_and_of_every_map_none() -> N
 @pytest.mark.parametrize(
     ("value_heads", "chunks", "expected"),
     [
-        (48, [1024], 5),
+        (48, [1024], 11),
         (48, [512], 5),
         (48, [128] * 8, 1),
         (32, [1024], 4),
@@ -105,6 +105,30 @@ def test_the_measured_rule_picks_what_was_among_the_best_on_an_h200(
     value_heads: int, chunks: list[int], expected: int
 ) -> None:
     assert p_vector("measured", [[(nc, 0) for nc in chunks]], value_heads, 132) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("table", "value_heads", "fastest", "expected"),
+    [
+        ([(1024, 0, 0)], 48, 5, 11),  # 205 chunks; 94
+        ([(512, 1, 1)] * 2, 48, 4, 5),  # a rank of four: 128; 103
+        ([(1024, 1, 1)] * 2, 48, 4, 4),  # 256, for any of 104 or fewer costs too much
+        ([(128, 0, 0)] * 8, 48, 1, 1),  # 128, likewise
+        ([(704, 0, 0)], 48, 5, 5),  # one wave of 141: all of its tapes are there at once whatever P is
+        ([(4094, 0, 0)], 6, 22, 22),
+    ],
+    ids=str,
+)
+def test_where_segments_fill_more_than_a_wave_shorter_ones_are_taken_if_they_cost_little(
+    table: Fragments, value_heads: int, fastest: int, expected: int
+) -> None:
+    free = replace(H200_MODEL, settings=replace(H200_MODEL.settings, wave_chunks=256))
+    assert p_vector("measured", [table], value_heads, 132, free) == [fastest]
+    assert p_vector("measured", [table], value_heads, 132) == [expected]
+    if expected != fastest:
+        assert -(-table[0][0] // expected) <= H200_MODEL.settings.wave_chunks < -(-table[0][0] // fastest)
+        losses = RankModel(table_rows(table), value_heads, H200_MODEL, np.array([fastest, expected])).losses()
+        assert 1 < losses[1] / losses[0] <= FOR_MEMORY
 
 
 def test_a_plan_for_either_gate_alone_is_another_than_one_for_both() -> None:
@@ -153,10 +177,11 @@ def test_the_measured_rule_loses_the_least_whichever_gates_come(
         longest = max((nc for nc, _, _ in rank), default=0)
         tried = [1, *(q for q in range(2, min(64, longest) + 1) if q == 64 or -(-longest // q) <= 256)]
         assert p in tried
-        model = RankModel(table_rows(rank), value_heads, device, np.array(tried))
-        loss = model.losses()[tried.index(p)]
-        assert loss <= model.losses()[0]
-        assert loss <= 1.02 * model.losses().min()
+        losses = RankModel(table_rows(rank), value_heads, device, np.array(tried)).losses()
+        for_memory = sum(nc for nc, _, _ in rank) * value_heads > 256 * sm_count and -(-longest // p) <= 104
+        most = FOR_MEMORY if for_memory or p == 64 else 1
+        assert losses[tried.index(p)] <= most * losses[0]
+        assert losses[tried.index(p)] <= max(most, 1.02) * losses.min()
 
 
 @settings(max_examples=60, deadline=None)

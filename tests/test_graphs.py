@@ -222,6 +222,24 @@ def test_a_forward_and_a_step_are_two_graphs_and_a_step_gives_every_gradient(cac
     assert weight.grad is None
 
 
+def test_a_step_is_captured_only_where_no_earlier_call_holds_a_parameter(cache_of: Any) -> None:
+    used, fixed = torch.tensor(3.0, requires_grad=True), torch.tensor(1.0)
+    cache, captures = cache_of(lambda ctx, x: x * used + fixed, parameters=(fixed, used))
+    ctx, x, dout = context(), torch.arange(3.0), torch.ones(3)
+    earlier = 2 * used
+    with pytest.raises(RuntimeError, match=r"parameters\[1\]: got one that an earlier call still holds, .*drop that"):
+        cache.step(ctx, [x], [dout])
+    assert not captures
+    cache.forward(ctx, x)  # takes no gradient
+    earlier.backward()
+    del earlier
+    cache.step(ctx, [x], [dout])
+    later = 2 * used
+    assert cache.step(ctx, [x], [dout]).parameter_gradients[1] == 3.0  # captured before
+    assert later.requires_grad
+    assert len(captures) == 2
+
+
 def test_gradients_for_another_number_of_outputs_are_refused(cache_of: Any) -> None:
     cache, _ = cache_of()
     x = torch.zeros(3, requires_grad=True)

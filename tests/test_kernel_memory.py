@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from contextlib import AbstractContextManager, nullcontext
 
 import pytest
@@ -89,3 +90,24 @@ def test_a_workspace_without_room_for_states_of_documents_is_refused_where_they_
         given = {name: t.requires_grad_() for name, t in given.items()}
         with pytest.raises(ValueError, match=f"got {small} bytes, expected at least {large} for forward and backward"):
             chunk_gated_delta_rule(**given, ctx=ctx, output_final_state=True, workspace=cp_gdn.Workspace(small))
+
+
+def outlives_its_results(comm: Comm, final: bool) -> bool:
+    """Whether the node of a call is there after its results are gone; rank 0 of two has no document's end."""
+    ctx = build_context(partition([0, 128], comm.size, "contiguous"), comm, heads=HEADS, segments=1)
+    keys, gates = (torch.zeros(ctx.num_tokens, *row) for row in ((HEADS[0], 128), (HEADS[1],)))
+    values = torch.zeros(ctx.num_tokens, HEADS[1], 128).bfloat16()
+    o, end = chunk_gated_delta_rule(
+        keys.bfloat16(), keys.bfloat16(), values.requires_grad_(), gates, gates, ctx=ctx, output_final_state=final
+    )
+    assert (end is None) is not final
+    node = weakref.ref(o.grad_fn)
+    assert node() is not None
+    del o, end
+    return node() is not None
+
+
+@pytest.mark.parametrize("final", [False, True], ids=["no final states", "final states"])
+def test_a_context_holds_nothing_of_a_call_whose_results_are_gone(final: bool) -> None:
+    with doubles():
+        assert twin(2, lambda comm: outlives_its_results(comm, final)) == [False, False]

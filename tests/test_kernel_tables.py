@@ -190,10 +190,12 @@ def test_every_chunk_and_head_has_one_step_and_every_tape_one_place(
     assert torch.equal(steps[:, 0], 64 * steps[:, 3])
     places = hopper_slabs.places_of_heads(uploaded, group).tolist()
     assert len(places) == len(items) * heads[1]
-    wave = max(1, blocks // group)
+    wave, count = max(1, blocks // group), len(items) * heads[0]
+    waves = -(-count // wave)
+    assert sum(-(-(each.end_pair - each.first_pair) // wave) for each in tables.slabs) == waves  # no wave more
     for each in tables.slabs:
         pairs = each.end_pair - each.first_pair
-        assert pairs == wave or each.steps * group <= slab or each.end_pair == len(items) * heads[0]
+        assert pairs == -(-count // waves) or each.steps * group <= slab or each.end_pair == count
         for pair in range(each.first_pair, each.end_pair):
             item, head = divmod(pair, heads[0])
             for member in range(group):

@@ -30,6 +30,7 @@ CASES = [  # options, segments, l2norm
     (Options(save="light"), 3, False),
     (Options(save="light", save_transfer=False), 1, True),
     (Options(boundary="recompute"), 3, False),
+    (Options(save="full"), 3, False),
 ]
 
 
@@ -61,6 +62,17 @@ def inputs(tokens: int) -> tuple[list[Tensor], Tensor]:
     v, dout = (torch.randn(tokens, 2, 128, generator=gen).bfloat16() for _ in range(2))
     g, beta = -1e-3 * torch.rand(tokens, 2, generator=gen), torch.rand(tokens, 2, generator=gen)
     return [x.requires_grad_() for x in (q, k, v, g, beta)], dout
+
+
+def test_a_forward_that_nobody_keeps_leaves_no_node() -> None:
+    """No output is a tensor that the context holds, which autograd would tie to the node and all that it saved."""
+    leaves, _ = inputs(130)
+    with host_kernels():
+        part = partition([0, 130], 1, "contiguous")
+        ctx = build_context(part, Comm.alone(), heads=(1, 2), segments=2)
+        cp_gdn.chunk_gated_delta_rule(*leaves, ctx=ctx)
+    gc.collect()
+    assert not [each for each in gc.get_objects() if type(each).__name__ == "_GatedDeltaRuleBackward"]
 
 
 def step(ctx: Context, l2norm: bool, workspace: cp_gdn.Workspace | None) -> list[tuple[int, int]]:

@@ -119,7 +119,7 @@ class HopperBackend:
     def new_states(self, rows: int) -> Tensor:
         """Room for states or maps."""
         if not rows:
-            return self.nothing
+            return self.nothing.detach()  # autograd marks outputs: each its own
         return torch.empty((rows, *self.state_shape), dtype=torch.float32, device=self.nothing.device)
 
     # ---- stages ------------------------------------------------------------------------------------------------------

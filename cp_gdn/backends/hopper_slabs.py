@@ -1,8 +1,9 @@
 """Slabs of a backward: which items keep their tapes in memory at once, where each tape lies, and the steps of `grad`.
 
-A pair is an item of a walk and a q/k head; pairs are numbered item by item. A slab is a run of pairs, whole waves of
-blocks while they fit `SLAB_BYTES`, and at least one. In a slab the pairs of an item lie chunk by chunk, heads side by
-side, which is the order in which `grad` takes them; value heads of a q/k head are neighbours.
+A pair is an item of a walk and a q/k head; pairs are numbered item by item and spread evenly over the waves of blocks
+that they need. A slab is a run of pairs, whole waves while they fit `SLAB_BYTES`, and at least one. In a slab the pairs
+of an item lie chunk by chunk, heads side by side, which is the order in which `grad` takes them; value heads of a q/k
+head are neighbours.
 """
 
 from dataclasses import dataclass
@@ -77,8 +78,9 @@ def slab_tables(items: Ints, heads: tuple[int, int]) -> SlabTables:
 
 def slab_cuts(chunks: Ints, group: int) -> Ints:
     """Pairs at which slabs begin, and the end; ``chunks`` [pairs]."""
-    wave = max(1, BLOCKS // group)
-    cuts, held, waves = [0], 0, np.arange(0, len(chunks), wave)
+    most = max(1, BLOCKS // group)
+    wave = -(-len(chunks) // max(1, -(-len(chunks) // most)))  # even: as many waves, the largest slab is smaller
+    cuts, held, waves = [0], 0, np.arange(0, len(chunks), max(1, wave))
     for first, size in zip(waves.tolist(), np.add.reduceat(chunks, waves).tolist(), strict=True):
         if held and (held + size) * group * CHUNK_BYTES > SLAB_BYTES:
             cuts.append(first)

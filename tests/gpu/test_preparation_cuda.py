@@ -22,13 +22,12 @@ from cp_gdn.schedule import build_schedule
 from cp_gdn.segments import resolve_segments
 from cp_gdn.tables import upload
 from tests.cases import LAYOUTS
+from tests.gpu.queued import behind_work
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 HEADS = (2, 6)
 BOUNDS = [0, 20_000, 20_000, 20_064, 90_001, 131_072]
-SLEEP_100_MS = 200_000_000
-"""Clock cycles, at up to 2 GHz."""
 
 
 @dataclass(frozen=True)
@@ -123,23 +122,21 @@ def test_preparation_neither_synchronizes_nor_waits_for_queued_work(seat: str) -
                 return cp_gdn.build_context(cp_gdn.partition(bounds, 1), cp_gdn.Comm.alone(), **asked)
             return planned(cp_gdn.partition(bounds, 4), 2, "cuda", taken, "auto")
 
-        ctx, running = prepared_behind_work(prepare)
-        assert running == (True, True), taken.kind
+        ctx = prepared_behind_work(prepare)
         ids = torch.from_numpy(ctx.partition.token_ids(ctx.rank))
         assert torch.equal(ctx.token_ids.cpu(), ids), taken.kind
 
 
-def prepared_behind_work(prepare: Callable[[int], Context]) -> tuple[Context, tuple[bool, bool]]:
-    """A context of a pack as long as told, and whether work that was queued before is still running, and its own."""
+def prepared_behind_work(prepare: Callable[[int], Context]) -> Context:
+    """A context of a pack as long as told, made while work that was queued before is still running."""
     prepare(200_000)  # loads kernels; torch asks the driver, which may wait, for memory that it keeps
-    torch.cuda.synchronize()
-    queued, uploaded = torch.cuda.Event(), torch.cuda.Event()
-    torch.cuda._sleep(SLEEP_100_MS)
-    queued.record()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        ctx = prepare(199_000)
-        uploaded.record()
-        return ctx, (not queued.query(), not uploaded.query())
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+
+    def prepared() -> Context:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return prepare(199_000)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    found: Context = behind_work(prepared)
+    return found
