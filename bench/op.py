@@ -39,6 +39,7 @@ SHAPES = (
     Shape(name="1x65536", lengths=(65536,)),
     Shape(name="1x65536", lengths=(65536,), gate="slow"),
     Shape(name="8192x8", lengths=(8192,) * 8),
+    Shape(name="1x131072", lengths=(131072,)),
     Shape(name="1x32768", lengths=(32768,)),
     Shape(name="5000 documents", lengths=(*MANY, 65536 - sum(MANY))),
     Shape(name="1x32768", lengths=(32768,), heads=(16, 32)),
@@ -181,7 +182,7 @@ def row(shape: Shape, args: argparse.Namespace) -> dict[str, object]:
     found["fwd_queued_ms"] = queued(forward, rewind)
     if shape.step and not args.no_step:
         dout = torch.randn_like(leaves[2])
-        found |= timed("step", step, rewind, 5)
+        found |= timed("step", step, rewind, args.repeats)
     return found
 
 
@@ -204,21 +205,24 @@ def examined(shape: Shape, args: argparse.Namespace) -> dict[str, object]:
 
 
 def host_time(calls: int = 200) -> dict[str, object]:
-    """Microseconds of host time of a forward at T = 64, the queue never full."""
+    """Microseconds of host time of a forward and of a backward at T = 64, the queue never full."""
     shape = Shape(name="1x64", lengths=(64,))
     ctx, _ = contexts(shape, "hopper")
     leaves = [t.requires_grad_() for t in inputs(shape)]
-    spent = []
+    dout, spent = torch.randn_like(leaves[2]), []
     for i in range(calls + 20):
-        if i % 10 == 0:
+        if i % 5 == 0:
             torch.cuda.synchronize()
         start = time.perf_counter()
         o = cp_gdn.chunk_gated_delta_rule(*leaves, ctx=ctx)[0]
-        spent.append(1e6 * (time.perf_counter() - start))
+        between = time.perf_counter()
+        torch.autograd.grad(o, leaves, dout)
+        spent.append((1e6 * (between - start), 1e6 * (time.perf_counter() - between)))
         del o
-    kept = spent[20:]
-    mean, median = round(statistics.mean(kept), 1), round(statistics.median(kept), 1)
-    return {"shape": shape.name, "heads": "16,48", "host_us": mean, "host_us_median": median, "repeats": calls}
+    found: dict[str, object] = {"shape": shape.name, "heads": "16,48", "repeats": calls}
+    for name, kept in zip(("host", "host_backward"), zip(*spent[20:], strict=True), strict=True):
+        found |= {f"{name}_us": round(statistics.mean(kept), 1), f"{name}_us_median": round(statistics.median(kept), 1)}
+    return found
 
 
 def main() -> None:

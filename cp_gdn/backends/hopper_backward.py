@@ -4,6 +4,8 @@ prepare -> adjoint walk for Bt -> fold -> exchange -> fold -> per slab: walk for
 grad. After the folds segments are independent, so slabs change no bit. What `prepare` makes may come from the forward.
 """
 
+import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -34,7 +36,7 @@ from cp_gdn.backends.torch_chunked import Inputs
 from cp_gdn.comm import Comm
 from cp_gdn.flow import Flow
 from cp_gdn.options import Options
-from cp_gdn.workspace import Buffer, Room
+from cp_gdn.workspace import PHASES, Buffer, Room
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,7 +147,12 @@ class HopperKernels:
 
     def buffers(self, phase: str, *, kept: bool, document_states: bool) -> tuple[Buffer, ...]:
         """Scratch memory of a phase, see `workspace_layout`."""
-        return buffers_of(self.sizes, phase, kept=kept, document_states=document_states)
+        return self._buffers[phase, kept, document_states]
+
+    @functools.cached_property
+    def _buffers(self) -> dict[tuple[str, bool, bool], tuple[Buffer, ...]]:
+        keys = itertools.product(PHASES, (False, True), (False, True))
+        return {key: buffers_of(self.sizes, key[0], kept=key[1], document_states=key[2]) for key in keys}
 
     def kept_shapes(self, heads: int, state: tuple[int, int, int], *, l2norm: bool) -> dict[str, tuple[int, ...]]:
         """Shapes of the tensors of `kept_tensors`, by name; the arguments are those of any backend, known here."""

@@ -40,7 +40,7 @@ class KernelGradients:
             rows = q.new_empty(len(q), sum(t.shape[1] * t.shape[2] for t in (q, k, v)))
             found |= zip("qkv", split_heads(rows, heads, head_dims), strict=True)
         for name in like.keys() - found.keys():
-            found[name] = torch.empty(like[name].shape, dtype=like[name].dtype, device=like[name].device)
+            found[name] = torch.empty_like(like[name], memory_format=torch.contiguous_format)
         return cls(**found)
 
 

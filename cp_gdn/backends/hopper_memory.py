@@ -1,6 +1,5 @@
 """Scratch memory of the kernels: every buffer of a forward and of a backward by name, shape and lifetime."""
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -43,7 +42,6 @@ class MemorySizes:
         return (count, self.value_heads, 128, 128)
 
 
-@functools.lru_cache(maxsize=256)
 def buffers_of(sizes: MemorySizes, phase: str, *, kept: bool, document_states: bool) -> tuple[Buffer, ...]:
     """Buffers of "forward" or "backward"; ``kept``: of one with a tape. ``document_states``: initial or final states of
     documents take part."""
