@@ -182,7 +182,8 @@ def ctx(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(hopper_gates, "kernels_for", lambda ctx: GatesDouble())
     monkeypatch.setattr(hopper_norm, "kernels_for", lambda ctx: NormDouble())
     real = build_context(partition([0, 5], 1), Comm.alone(), heads=(1, 2), head_dims=(4, 8), dtype=torch.float64)
-    return SimpleNamespace(device=torch.device("cuda"), dtype=torch.float64, handle=real.handle, keep=real)
+    known = {"handle": real.handle, "traced": real.traced, "keep": real}
+    return SimpleNamespace(device=torch.device("cuda"), dtype=torch.float64, **known)
 
 
 class Looking(TorchDispatchMode):
