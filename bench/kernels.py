@@ -4,15 +4,14 @@ python bench/kernels.py [--out FILE.json]
 """
 
 import argparse
-import datetime
 import json
 import statistics
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from record import record
 
 import cp_gdn
 from cp_gdn.backends import hopper_grad, hopper_walk
@@ -138,18 +137,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--commit", help="where the tree is no checkout")
     args = parser.parse_args()
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    result = {
-        "device": torch.cuda.get_device_name(),
-        "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "cp_gdn": cp_gdn.__version__},
-        "commit": args.commit or git.stdout.strip(),
-        "date": datetime.date.today().isoformat(),
-        "rows": [row(*shape) for shape in SHAPES],
-    }
-    text = json.dumps(result, indent=1)
-    print(text)
-    if args.out:
-        args.out.write_text(text + "\n")
+    print(json.dumps(record(args.out, [row(*shape) for shape in SHAPES], args.commit), indent=1))
 
 
 if __name__ == "__main__":

@@ -9,10 +9,8 @@ the same card. Steps: median of 10 of forward and backward, and the kernels of o
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import statistics
-import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +18,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
+from record import record
 from torch import Tensor
 
 import cp_gdn
@@ -192,24 +191,12 @@ def main() -> None:
     parser.add_argument("--commit", help="where the tree is no checkout")
     parser.add_argument("--kernels-only", action="store_true", help="leave the torch forms out, which take most time")
     args = parser.parse_args()
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     speed, found = copy_speed(), []
     for heads in HEADS:
         for row in rows(heads, speed, not args.kernels_only):
             found.append({"heads": f"{heads[0]},{heads[1]}", **row})
             print(json.dumps(found[-1]), flush=True)
-    result = {
-        "device": torch.cuda.get_device_name(),
-        "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "cp_gdn": cp_gdn.__version__},
-        "commit": args.commit or git.stdout.strip(),
-        "date": datetime.date.today().isoformat(),
-        "tokens": TOKENS,
-        "hidden": HIDDEN,
-        "copy_gb_per_s": round(speed / 1e6, 1),
-        "rows": found,
-    }
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    record(args.out, found, args.commit, tokens=TOKENS, hidden=HIDDEN, copy_gb_per_s=round(speed / 1e6, 1))
 
 
 if __name__ == "__main__":

@@ -10,18 +10,16 @@ at the end within 1.01 x of the kept form. Some 25 s.
 """
 
 import argparse
-import datetime
 import gc
-import json
 import signal
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from record import record
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -246,18 +244,9 @@ def main() -> None:
     parser.add_argument("--commit", help="where the tree is no checkout")
     args = parser.parse_args()
     signal.signal(signal.SIGALRM, too_late)
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     rows = measured(args)
     good = show(rows)
-    result = {
-        "device": torch.cuda.get_device_name(),
-        "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "cp_gdn": cp_gdn.__version__},
-        "commit": args.commit or git.stdout.strip(),
-        "date": datetime.date.today().isoformat(),
-        "rows": rows,
-    }
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    record(args.out, rows, args.commit)
     sys.exit(0 if good else 1)
 
 

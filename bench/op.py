@@ -7,16 +7,15 @@ forward. "rank 1 of 4x65536" is one rank of a zigzag over four, whose messages a
 """
 
 import argparse
-import datetime
 import json
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from record import record
 from replayed import Player, Recorder
 
 import cp_gdn
@@ -236,7 +235,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--commit", help="where the tree is no checkout")
     args = parser.parse_args()
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     shapes = [shape for shape in SHAPES if args.only is None or shape.name in args.only]
     rows = [host_time()]
     for shape in shapes:
@@ -248,15 +246,7 @@ def main() -> None:
         print(json.dumps({name: found[name] for name in found if name not in ("layout", "backend")}), flush=True)
         torch.cuda.empty_cache()
     print(json.dumps(rows[0]), flush=True)
-    result = {
-        "device": torch.cuda.get_device_name(),
-        "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "cp_gdn": cp_gdn.__version__},
-        "commit": args.commit or git.stdout.strip(),
-        "date": datetime.date.today().isoformat(),
-        "rows": rows,
-    }
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    record(args.out, rows, args.commit)
 
 
 if __name__ == "__main__":

@@ -8,14 +8,13 @@ one rank's. Exit status 1 where one is not kept.
 """
 
 import argparse
-import datetime
-import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from op import Shape, inputs
+from record import record
 
 import cp_gdn
 
@@ -187,15 +186,7 @@ def main() -> None:
     for row in rows:
         show(row)
     kept = all(row[name]["kept"] for row in rows for name in RESULTS)  # type: ignore[index]
-    result = {
-        "device": torch.cuda.get_device_name(),
-        "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "cp_gdn": cp_gdn.__version__},
-        "commit": args.commit,
-        "date": datetime.date.today().isoformat(),
-        "rows": rows,
-    }
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    record(args.out, rows, args.commit)
     raise SystemExit(0 if kept else 1)
 
 

@@ -9,8 +9,6 @@ rank; messages cost a copy here.
 """
 
 import argparse
-import datetime
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -19,6 +17,7 @@ from pathlib import Path
 
 import torch
 from op import Shape, Tensors, inputs, queued, timed
+from record import record
 from replayed import Player, Recorder
 
 import cp_gdn
@@ -134,15 +133,7 @@ def main() -> None:
             rows += rows_of(shape, args, deadline)
     for row in rows:
         show(row)
-    result = {
-        "device": torch.cuda.get_device_name(),
-        "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "cp_gdn": cp_gdn.__version__},
-        "commit": args.commit,
-        "date": datetime.date.today().isoformat(),
-        "rows": rows,
-    }
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    record(args.out, rows, args.commit)
 
 
 if __name__ == "__main__":
