@@ -37,6 +37,8 @@ log = logging.getLogger("cp_gdn")
 
 CONTEXTS: "weakref.WeakValueDictionary[int, Context]" = weakref.WeakValueDictionary()
 """Contexts by the int handle that a `torch.library` operator can carry; entries die with their context."""
+_SAID: set[tuple[str, int, str]] = set()
+"""What this process has logged."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -218,7 +220,10 @@ def build_context(
         plan = build_plan(part, comm.rank, p_vector=picked.p_of(comm.rank), grid=picked.grid)
         ctx = assemble_context(part, comm, plan, picked, choice, {**asked, "taken": taken})
         comm.agree("context", digest_fields(ctx))
-    log.info("cp_gdn: %s over %d ranks, exchange %s (%s)", part.layout, comm.size, choice.kind, choice.reason)
+    said = (part.layout, comm.size, choice.kind)
+    level = logging.DEBUG if said in _SAID else logging.INFO  # a run has a context per pack
+    log.log(level, "cp_gdn: %s over %d ranks, exchange %s (%s)", *said, choice.reason)
+    _SAID.add(said)
     return ctx
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import tracemalloc
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from cp_gdn import Comm, Options
+from cp_gdn import Comm, Options, context
 from cp_gdn.calibration import H200_MODEL
 from cp_gdn.context import Context, assemble_context, build_context, device_calibration, digest_fields
 from cp_gdn.exchange import Sizes, choose
@@ -173,3 +174,14 @@ def test_a_context_shows_the_p_of_its_rank_where_a_rule_chose_it() -> None:
     ctx.note_call("eager", "forward")
     assert ctx.last_call["segments"] == ctx.plan.p == ctx.segments.p_vector[0] > 1
     assert ctx.last_call["segments_note"] == "cpu: planned as one H200 of 132 SMs"
+
+
+def test_what_a_pack_runs_is_logged_once_and_later_packs_only_for_those_who_debug(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(context, "_SAID", set())
+    with caplog.at_level(logging.DEBUG, logger="cp_gdn"):
+        for tokens in (64, 128):
+            build_context(partition([0, tokens], 1), Comm.alone(), heads=(1, 1))
+    levels = [each.levelno for each in caplog.records if "over 1 ranks, exchange none" in each.getMessage()]
+    assert levels == [logging.INFO, logging.DEBUG]

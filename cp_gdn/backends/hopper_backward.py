@@ -7,7 +7,7 @@ grad. After the folds segments are independent, so slabs change no bit. What `pr
 import functools
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -200,7 +200,7 @@ class HopperKernels:
         """
         (dout, out), x, dfinal = given, begun.x, begun.dfinal
         tables, initial = self.forward.tables, begun.boundary.initial
-        mirrored = replace(x, v=map_ready(torch.zeros_like(x.v) if dout is None else dout), out=out.v)
+        mirrored = x.mirrored(map_ready(torch.zeros_like(x.v) if dout is None else dout), out.v)
         states = self._adjoints(comm, mirrored, begun, room)
         dinitial = self.forward.new_states(tables.num_entries if initial else 0)
         index = mirror_index(replay=True, final=dfinal is not None, initial=initial)

@@ -51,6 +51,20 @@ class WalkInputs:
         sizes = (self.v.shape[0], value_heads, value_heads // heads, out.stride(0))
         object.__setattr__(self, "call", maps + _CALL.pack(*pointers, self.scale, *sizes))
 
+    def mirrored(self, dout: Tensor, dv: Tensor) -> "WalkInputs":
+        """For walks of adjoints: dO in place of v, which leave dv."""
+        return WalkInputs(
+            q=self.q,
+            k=self.k,
+            v=dout,
+            g=self.g,
+            beta=self.beta,
+            prepared=self.prepared,
+            out=dv,
+            scale=self.scale,
+            l2norm=self.l2norm,
+        )
+
     @property
     def rstd(self) -> int:
         """Address of the norms of raw q and k, else 0."""
