@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cp_gdn import Comm, Options, build_context, chunk_gated_delta_rule, library, partition, twin
-from cp_gdn.backends import hopper_items, hopper_slabs
+from cp_gdn.backends import hopper_items, hopper_slabs, hopper_tables
 from cp_gdn.backends.hopper_hops import PackedHops, packed
 from cp_gdn.chains import Hops
 from cp_gdn.context import Context
@@ -98,6 +98,30 @@ def assert_close(got: dict, want: dict) -> None:
     for name in got.keys() - {"backend"}:
         error = (got[name] - want[name]).norm() / want[name].norm().clamp(min=1e-9)
         assert error < 5e-3, (name, float(error))
+
+
+@pytest.mark.parametrize("case", [CASES[2], CASES[4]], ids=str)
+def test_replays_that_fit_the_gpu_together_are_one_with_the_same_bits(
+    case: tuple, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: list[tuple[int, ...]] = []
+    made = hopper_tables.kernel_tables
+    monkeypatch.setattr(
+        hopper_tables, "kernel_tables", lambda *args: counts.append((found := made(*args)).counts) or found
+    )
+    with doubles():
+        want = run(case)
+        apart = counts[:]
+        monkeypatch.setattr(hopper_tables, "LONGER_THAN_EXCHANGE", 1)
+        got = run(case)
+    joined = [(before, after) for before, after in zip(apart, counts[len(apart) :], strict=True) if before != after]
+    assert joined
+    for before, after in joined:
+        assert before[2] > 0
+        assert after[2] == 0
+        assert 0 < after[3] <= before[2] + before[3]
+    for name in want.keys() - {"backend"}:
+        assert torch.equal(got[name], want[name]), name
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
