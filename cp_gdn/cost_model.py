@@ -112,10 +112,10 @@ class RankModel:
 
     @property
     def launches(self) -> Numbers:
-        """Of a step, [P]: prepare and walk; prepare, walk, adjoint, grad; a walk for summaries and a fold each way
-        where fragments are split; a fold more, or the two of them alone, at either border that is crossed."""
+        """Of a step whose tapes are kept, [P]: prepare and walk; walk, adjoint, grad; a walk for summaries and a fold
+        each way where fragments are split; a fold more, or the two of them alone, at either border that is crossed."""
         splits = self.parts[:, 0] > 1  # the first fragments have the most chunks
-        unsplit = 6 * bool(self.rows) + 2 * self.crosses
+        unsplit = 5 * bool(self.rows) + 2 * self.crosses
         launches: Numbers = unsplit + splits * (4 - self.crosses)
         return launches
 
@@ -150,7 +150,7 @@ class RankModel:
     def _fixed_ns(self) -> float:
         times = self.calibration.times
         links = sum(getattr(times, name) * quantity for name, quantity in self.links.items())
-        return self.share * (2 * times.prepare + times.grad) + self.crosses * times.fold_hop + links
+        return self.share * (times.prepare + times.grad) + self.crosses * times.fold_hop + links
 
     def walk_ns(self, walk: str, *, decayed: bool) -> Numbers:
         """One walk without its starts, [P]."""
@@ -178,7 +178,7 @@ def quantities(table: Table, p: int, heads: int, calibration: Calibration) -> di
     """How often a step of a rank at P = `p` spends each of `calibration.Times`, for gates that never decay. Of a walk's
     two times the smaller counts as the share `BESIDE` of it."""
     model = RankModel(table_rows(table), heads, calibration, np.array([p]))
-    found: dict[str, float] = {"prepare": 2 * model.share, "grad": model.share, **model.links}
+    found: dict[str, float] = {"prepare": model.share, "grad": model.share, **model.links}
     found |= {"launch": model.launches.item(0), "fold_hop": model.hops.item(0) + model.crosses}
     for walk in WALKS:
         for name, quantity in walk_quantities(model, walk).items():
