@@ -241,11 +241,11 @@ def _items(plan: Plan, schedule: Schedule, value_heads: int) -> list[Ints]:
     segments, side = plan.segments, schedule.forward
     maps = longest_first(lone_items(segments, schedule.transfer.segments, MAP))
     offsets = lone_items(segments, side.summary.segments, 0)
-    replayed = [run_items(segments, part.walk.segments) for part in (side.independent, side.dependent)]
-    if _fit_one_wave(*replayed, value_heads):
+    first, rest = (run_items(segments, part.walk.segments) for part in (side.independent, side.dependent))
+    if _fit_one_wave(first, rest, value_heads):
         every = np.concatenate((side.independent.walk.segments, side.dependent.walk.segments))
-        replayed = [replayed[0][:0], run_items(segments, every)]
-    return [longest_first(np.concatenate((offsets, maps))), maps, *replayed]
+        first, rest = first[:0], run_items(segments, every)
+    return [longest_first(np.concatenate((offsets, maps))), maps, first, rest]
 
 
 def _fit_one_wave(independent: Ints, dependent: Ints, value_heads: int) -> bool:
