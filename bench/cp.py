@@ -11,11 +11,9 @@ is waited for.
 from __future__ import annotations
 
 import argparse
-import datetime
 import importlib.util
 import json
 import os
-import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +24,7 @@ import torch.distributed as dist
 from cp_clock import Clock, timings
 from cp_exposed import exposed, profiled, watch
 from cp_peers import fla, head_parallel
+from record import document, record
 
 import cp_gdn
 from cp_gdn.cli.arguments import pair
@@ -211,18 +210,8 @@ def start(on_cpu: bool) -> torch.device:
     return device
 
 
-def document(device: torch.device, commit: str | None, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    versions = {"torch": torch.__version__, "cuda": torch.version.cuda, "cp_gdn": cp_gdn.__version__}
-    if device.type == "cuda":
-        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return {
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-        "versions": versions,
-        "commit": commit or git.stdout.strip(),
-        "date": datetime.date.today().isoformat(),
-        "rows": rows,
-    }
+def nccl_version(device: torch.device) -> dict[str, object]:
+    return {"nccl": ".".join(map(str, torch.cuda.nccl.version()))} if device.type == "cuda" else {}
 
 
 def main() -> None:
@@ -253,8 +242,8 @@ def main() -> None:
         rows.append(row)
         if bench.comm.rank == 0:
             print(json.dumps(row), flush=True)
-            if args.out:  # after every row: a run that is cut short leaves what it has
-                args.out.write_text(json.dumps(document(device, args.commit, rows), indent=1) + "\n")
+            # after every row: a run that is cut short leaves what it has
+            record(args.out, document(rows, args.commit, nccl_version(device)))
     bench.comm.close()
     dist.destroy_process_group()
 

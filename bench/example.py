@@ -10,7 +10,6 @@ Exit status 1 if a run failed or a loss is more than one bf16 step from that of 
 from __future__ import annotations
 
 import argparse
-import datetime
 import functools
 import importlib.metadata
 import json
@@ -145,21 +144,12 @@ def compare(rows: list[dict[str, Any]]) -> bool:
     return len(fine) == len(rows) and all(row["largest_loss_difference"] <= LOSS_STEP for row in fine)
 
 
-def document(rows: list[dict[str, Any]], args: argparse.Namespace) -> dict[str, Any]:
-    import torch
+def write(out: Path | None, rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
+    from record import document, record  # brings torch, which a parent of workers needs last
 
-    import cp_gdn
-
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    versions = {name: importlib.metadata.version(name) for name in ("torch", "accelerate", "transformers")}
-    return {
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "versions": {**versions, "cp_gdn": cp_gdn.__version__},
-        "commit": args.commit or git.stdout.strip(),
-        "date": datetime.date.today().isoformat(),
-        "model": {name: getattr(args, name) for name in ("length", "hidden", "layers", "steps")},
-        "rows": rows,
-    }
+    versions = {name: importlib.metadata.version(name) for name in ("accelerate", "transformers")}
+    model = {name: getattr(args, name) for name in ("length", "hidden", "layers", "steps")}
+    record(out, document(rows, args.commit, versions, model=model))
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
@@ -192,8 +182,7 @@ def main() -> int:
         started = {name: start(name, run, args, logs) for name, run in RUNS.items() if run.turn == turn}
         rows += [finish(name, RUNS[name], process, logs) for name, process in started.items()]
         same = compare(rows)
-        if args.out:
-            args.out.write_text(json.dumps(document(rows, args), indent=1) + "\n")
+        write(args.out, rows, args)
     print_table(rows)
     return 0 if same else 1
 

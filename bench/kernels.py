@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from record import record
+from record import document, record
 
 import cp_gdn
 from cp_gdn.backends import hopper_grad, hopper_walk
@@ -137,7 +137,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--commit", help="where the tree is no checkout")
     args = parser.parse_args()
-    print(json.dumps(record(args.out, [row(*shape) for shape in SHAPES], args.commit), indent=1))
+    made = document([row(*shape) for shape in SHAPES], args.commit)
+    print(json.dumps(made, indent=1))
+    record(args.out, made)
 
 
 if __name__ == "__main__":

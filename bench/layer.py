@@ -18,7 +18,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from record import record
+from record import document, record
 from torch import Tensor
 
 import cp_gdn
@@ -196,7 +196,7 @@ def main() -> None:
         for row in rows(heads, speed, not args.kernels_only):
             found.append({"heads": f"{heads[0]},{heads[1]}", **row})
             print(json.dumps(found[-1]), flush=True)
-    record(args.out, found, args.commit, tokens=TOKENS, hidden=HIDDEN, copy_gb_per_s=round(speed / 1e6, 1))
+    record(args.out, document(found, args.commit, tokens=TOKENS, hidden=HIDDEN, copy_gb_per_s=round(speed / 1e6, 1)))
 
 
 if __name__ == "__main__":

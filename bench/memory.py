@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from record import record
+from record import document, record
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -246,7 +246,7 @@ def main() -> None:
     signal.signal(signal.SIGALRM, too_late)
     rows = measured(args)
     good = show(rows)
-    record(args.out, rows, args.commit)
+    record(args.out, document(rows, args.commit))
     sys.exit(0 if good else 1)
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from record import record
+from record import document, record
 from replayed import Player, Recorder
 
 import cp_gdn
@@ -246,7 +246,7 @@ def main() -> None:
         print(json.dumps({name: found[name] for name in found if name not in ("layout", "backend")}), flush=True)
         torch.cuda.empty_cache()
     print(json.dumps(rows[0]), flush=True)
-    record(args.out, rows, args.commit)
+    record(args.out, document(rows, args.commit))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 from op import Shape, inputs
-from record import record
+from record import document, record
 
 import cp_gdn
 
@@ -186,7 +186,7 @@ def main() -> None:
     for row in rows:
         show(row)
     kept = all(row[name]["kept"] for row in rows for name in RESULTS)  # type: ignore[index]
-    record(args.out, rows, args.commit)
+    record(args.out, document(rows, args.commit))
     raise SystemExit(0 if kept else 1)
 
 

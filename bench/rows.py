@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 from op import Shape, Tensors, inputs, queued, timed
-from record import record
+from record import document, record
 from replayed import Player, Recorder
 
 import cp_gdn
@@ -133,7 +133,7 @@ def main() -> None:
             rows += rows_of(shape, args, deadline)
     for row in rows:
         show(row)
-    record(args.out, rows, args.commit)
+    record(args.out, document(rows, args.commit))
 
 
 if __name__ == "__main__":

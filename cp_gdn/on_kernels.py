@@ -31,9 +31,7 @@ def forward_on_kernels(
         else:
             found = forward.summarized(inputs, None, room) if options.keeps_maps else None
             entered = Entered(states=carried.states, found=found, exchange=None)
-        # what a call hands out is its own, were it without rows: autograd writes its node on it
-        rows = (forward.tables.num_exits, *forward.state_shape)
-        final = forward.nothing.new_empty(rows) if manner.final else forward.nothing
+        final = forward.new_states(forward.tables.num_exits if manner.final else 0)
         if manner.output:
             forward.replay(inputs, entered, final if manner.final else None, initial=initial_state is not None)
         else:

@@ -78,8 +78,7 @@ class HopperBackend:
     """Stages of the forward of one context.
 
     Attributes:
-        work: items of each walk. ends: see `rows_index`. chunks: [N, 2] int32, of the tables. nothing: no rows of
-            states.
+        work: items of each walk. ends: see `rows_index`. nothing: no rows of states.
         alone: every segment is a whole document, so that nothing is summarized, folded or sent.
     """
 

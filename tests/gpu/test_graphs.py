@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -222,12 +223,13 @@ def on_rank(rank: int, folder: str) -> None:
     """Every layout and exchange over NCCL; gloo is refused."""
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", init_method=f"file://{folder}/nccl", rank=rank, world_size=2)
-    comm = Comm(dist.group.WORLD)
+    comm, compared = Comm(dist.group.WORLD), 0
     for backend in ("torch", "hopper") if HOPPER else ("torch",):
         for layout in LAYOUTS:
             for exchange in ("ring", "a2a"):
                 asked = {"segments": 2, "exchange": exchange, "backend": backend}
                 check_against_eager(context_of(comm, LENGTHS, layout, **asked), seeds=(0, 1))
+                compared += 1
     gc.collect()  # graphs before their communicator
     gloo = Comm(dist.new_group(backend="gloo"))
     ctx = context_of(gloo, LENGTHS, "zigzag", segments=2, backend="torch")
@@ -235,9 +237,12 @@ def on_rank(rank: int, folder: str) -> None:
         GraphCache(op).forward(ctx, *tensors_of(ctx, drawn(LENGTHS, 0))[0])
     comm.close()
     dist.destroy_process_group()
+    (Path(folder) / f"rank{rank}").write_text(str(compared))
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_ranks_capture_their_messages_over_nccl_and_gloo_is_refused() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(on_rank, (folder,), nprocs=2)
+        mp.spawn(on_rank, (folder,), nprocs=2)  # raises what a rank raised
+        compared = [int((Path(folder) / f"rank{rank}").read_text()) for rank in range(2)]
+    assert compared == [2 * len(LAYOUTS) * (1 + HOPPER)] * 2
