@@ -22,6 +22,7 @@ from cp_gdn.backends.hopper_prepare import Prepared, prepared_parts
 from cp_gdn.backends.hopper_walk import Ends, Items, WalkInputs
 from cp_gdn.reference import gated_delta_step
 from cp_gdn.workspace import Room
+from tests.spread import spread
 
 POISON = 1e6
 """What rows hold that nobody may read: a NaN would hide in a where."""
@@ -169,7 +170,7 @@ def tokens(leaves: dict[str, Tensor], state: Tensor, scale: float) -> tuple[Tens
 @contextmanager
 def doubles() -> Iterator[None]:
     """Every context on the CPU takes the "kernels" inside."""
-    kernels = SimpleNamespace(prepare=(None, None), summary="b", output="o")
+    kernels = SimpleNamespace(spread=None, prepare=(None, None), summary="b", output="o")
     backward = SimpleNamespace(states="states", summary="summary", replay="replay", grad=(None, None))
     walks: dict[int, Walks] = {}
 
@@ -178,6 +179,7 @@ def doubles() -> Iterator[None]:
 
     new = hopper.HopperBackend.new_states
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hopper, "spread", spread)
         patch.setattr(hopper, "prepare", prepare)
         for module in (hopper, hopper_walk):  # the backward calls the second
             patch.setattr(module, "summarize", lambda *args: of_thread().summarize(*args))
@@ -187,7 +189,7 @@ def doubles() -> Iterator[None]:
         patch.setattr(hopper, "load_kernels", lambda index, group: kernels)
         patch.setattr(hopper_backward.BackwardKernels, "load", lambda group: backward)
         patch.setattr(affine, "fold", fold)
-        for module in (on_kernels, hopper_backward):
+        for module in (on_kernels, hopper, hopper_backward):
             patch.setattr(module, "on_device", lambda index: nullcontext())
         patch.setattr(context, "choose_backend", lambda asked, comm: BackendChoice(kind="hopper", reason="a test"))
         patch.setattr(hopper.HopperBackend, "new_states", lambda self, rows: new(self, rows).fill_(POISON))

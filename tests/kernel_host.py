@@ -26,6 +26,7 @@ from cp_gdn.backends import (
     hopper_fold,
     hopper_grad,
     hopper_prepare,
+    hopper_spread,
     hopper_strips,
     hopper_walk,
 )
@@ -39,6 +40,7 @@ PARAMS = {
     "adjoint": "WalkParams",
     "grad": "GradParams",
     "fold": "FoldParams",
+    "spread": "SpreadParams",
 }
 COMPILER = shutil.which("g++")
 COMPILING = threading.Lock()
@@ -133,7 +135,7 @@ def host_kernels(seed: int = 0) -> Iterator[None]:
         return HostKernel(library=kernel.library, threads=kernel.threads, seed=seed, l2norm=l2norm)
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (hopper_walk, hopper_grad, hopper_fold):
+        for module in (hopper_walk, hopper_grad, hopper_fold, hopper_spread):
             patch.setattr(module, "load", load)
         for module in (hopper, hopper_prepare):
             patch.setattr(module, "load_prepare", load_prepare)

@@ -21,6 +21,7 @@ from cp_gdn.plan import Segments
 from cp_gdn.saved import InputGradients, Saved
 from cp_gdn.tables import upload
 from tests.kernel_double import doubles
+from tests.spread import places_of_heads, steps_of, table
 
 torch.set_num_threads(1)
 
@@ -197,20 +198,13 @@ def test_every_chunk_and_head_has_one_step_and_every_tape_one_place(
         patch.setattr(hopper_slabs, "SLAB_BYTES", slab * hopper_slabs.CHUNK_BYTES)
         tables = hopper_slabs.slab_tables(items, heads)
     uploaded = upload(tables, torch.device("cpu"))
-    chunks = torch.tensor([(64 * c, 64) for c in range(sum(lengths))], dtype=torch.int32)
-    starts, ends = torch.from_numpy(first).int(), torch.from_numpy(first + lengths - 1).int()
-    zero = torch.stack((starts, ends, 1 + 0 * starts, 2 + 0 * starts), 1)
-    zero[::2, 2:] = 0  # every other segment has states at its ends
-    steps, group = hopper_slabs.steps_of(uploaded, chunks, zero), heads[1] // heads[0]
-    for chunk, flags in steps[:, [3, 2]].tolist():
-        at = int(np.searchsorted(first, chunk, side="right")) - 1
-        assert flags >> 16 == at % 2 * ((chunk == first[at]) + 2 * (chunk == first[at] + lengths[at] - 1))
-    steps[:, 2] &= 0xFFFF
+    steps = table(steps_of(uploaded, [[64 * c, 64] for c in range(sum(lengths))], {}), 4)
+    group = heads[1] // heads[0]
     assert sorted(map(tuple, steps[:, [3, 2]].tolist())) == [
         (c, h) for c in range(sum(lengths)) for h in range(heads[0])
     ]
     assert torch.equal(steps[:, 0], 64 * steps[:, 3])
-    places = hopper_slabs.places_of_heads(uploaded, group).tolist()
+    places = places_of_heads(uploaded, group)
     assert len(places) == len(items) * heads[1]
     wave, count = max(1, blocks // group), len(items) * heads[0]
     waves = -(-count // wave)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from cp_gdn.backends.cubins import source_folder
 from cp_gdn.packing import are_packed, joined, split_heads
 from tests import kernel_host
 from tests.kernel_host import host_kernels
+from tests.spread import spread
 
 torch.set_num_threads(1)
 pytestmark = [
@@ -72,6 +74,30 @@ def context_of(case: tuple, **options: Any) -> Any:
 def on_kernels(case: tuple, x: dict[str, Tensor], **options: Any) -> dict[str, Tensor]:
     """On one rank, inside of `host_kernels`."""
     return step(x, context_of(case, **options), raw=case[4])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("bounds", "heads", "slab"),
+    [([0, 300, 300, 317, 700, 701], (2, 6), 1), ([0, 64], (1, 1), 100), ([0, 20, 39, 87, 100, 130], (2, 2), 3)],
+    ids=["slabs that cut an item", "one chunk", "short neighbours"],
+)
+def test_tables_of_heads_steps_and_strips_are_those_of_plain_python(
+    bounds: list[int], heads: tuple[int, int], slab: int, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hopper_slabs, "SLAB_BYTES", slab * hopper_slabs.CHUNK_BYTES)
+    monkeypatch.setattr(hopper_slabs, "BLOCKS", 2)
+
+    def of_rank(comm: Comm) -> None:
+        if comm.rank == rank:
+            ctx = build_context(partition(bounds, 2, "zigzag"), comm, heads=heads, segments=2, exchange="ring")
+            backend = ctx.kernels.forward
+            assert_same(asdict(backend.made), asdict(spread(None, backend.tables, heads)))
+        else:
+            build_context(partition(bounds, 2, "zigzag"), comm, heads=heads, segments=2, exchange="ring")
+
+    with host_kernels():
+        twin(2, of_rank)
 
 
 def assert_same(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:

@@ -7,13 +7,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cp_gdn.backends.hopper_strips import KINDS, ROWS, Chunks, in_rows, strip_bytes, strips_of
+from cp_gdn.backends.hopper_strips import KINDS, ROWS, Chunks, in_rows, partial_chunks, strip_bytes, strips_of
 from cp_gdn.plan import CHUNK
+from tests.spread import ranks_of, table
 
 
 def chunks_of(counts: list[int]) -> Chunks:
-    first = np.cumsum(counts) - counts
-    return Chunks.of(torch.tensor(np.stack((first, counts), 1), dtype=torch.int32), strips_of(counts))
+    rows = [[int(first), count] for first, count in zip(np.cumsum(counts) - counts, counts, strict=True)]
+    return Chunks(rows=table(rows, 2), ranks=table(ranks_of(counts), 4), kinds=kinds_of(counts))
+
+
+def kinds_of(counts: list[int]) -> tuple[int, ...]:
+    return strips_of(partial_chunks(np.array(counts, dtype=np.int64)))
 
 
 @given(st.lists(st.integers(1, CHUNK), max_size=12), st.integers(1, 3))
@@ -38,6 +43,6 @@ def test_strips_of_a_kind_are_numbered_without_a_gap(counts: list[int]) -> None:
 
 
 def test_a_whole_chunk_takes_five_kilobytes_and_a_short_one_half() -> None:
-    assert sum(strip_bytes(strips_of([64]), 1)) == 5 * 1024
-    assert sum(strip_bytes(strips_of([16]), 1)) == 512
-    assert sum(strip_bytes(strips_of([17, 1]), 3)) == 3 * (2 * 512 + 1024)
+    assert sum(strip_bytes(kinds_of([64]), 1)) == 5 * 1024
+    assert sum(strip_bytes(kinds_of([16]), 1)) == 512
+    assert sum(strip_bytes(kinds_of([17, 1]), 3)) == 3 * (2 * 512 + 1024)

@@ -28,6 +28,7 @@ OP_VARIANTS: tuple[Variant, ...] = (
     ("walk", {"EMIT_O": 0, "EMIT_S": 0}),
     ("adjoint", {"EMIT": 0}),
     ("adjoint", {"EMIT": 1}),
+    ("spread", {}),
     ("fold", {"TRANSPOSED": 0}),
     ("fold", {"TRANSPOSED": 1}),
 )

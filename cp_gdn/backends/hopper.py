@@ -13,10 +13,10 @@ from torch import Tensor
 from cp_gdn import affine
 from cp_gdn.backends.cubins import cubins, variants_of
 from cp_gdn.backends.hopper_fold import load_fold
-from cp_gdn.backends.hopper_items import items_of_heads
 from cp_gdn.backends.hopper_prepare import Prepared, PrepareKernel, load_prepare, prepare
+from cp_gdn.backends.hopper_spread import Spread, load_spread, spread
 from cp_gdn.backends.hopper_strips import Chunks
-from cp_gdn.backends.hopper_tables import WALKS, KernelTables, rows_index
+from cp_gdn.backends.hopper_tables import DEPENDENT, INDEPENDENT, SUMMARY, TRANSFER, KernelTables, rows_index
 from cp_gdn.backends.hopper_walk import Ends, Items, Summaries, WalkInputs, load_walk, replay, summarize
 from cp_gdn.backends.launch import Kernel, map_ready, on_device
 from cp_gdn.backends.torch_chunked import Inputs
@@ -24,14 +24,13 @@ from cp_gdn.comm import Comm
 from cp_gdn.flow import Exchange, Flow
 from cp_gdn.workspace import Room
 
-SUMMARY, TRANSFER, INDEPENDENT, DEPENDENT = range(len(WALKS))
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kernels:
-    """Loaded kernels of one device and group size: ``prepare`` for q and k as they are and for raw ones, the walks that
-    make summaries and o."""
+    """Loaded kernels of one device and group size: `spread`, ``prepare`` for q and k as they are and for raw ones, the
+    walks that make summaries and o."""
 
+    spread: Kernel
     prepare: tuple[PrepareKernel, PrepareKernel]
     summary: Kernel
     output: Kernel
@@ -43,7 +42,8 @@ def load_kernels(index: int, group: int) -> Kernels:
     with on_device(index):
         load_fold(adjoint=False), load_fold(adjoint=True)
         prepares = (load_prepare(group), load_prepare(group, l2norm=True))
-        return Kernels(prepare=prepares, summary=load_walk(), output=load_walk(emit_o=True))
+        walks = {"summary": load_walk(), "output": load_walk(emit_o=True)}
+        return Kernels(spread=load_spread(), prepare=prepares, **walks)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,11 +78,12 @@ class HopperBackend:
     """Stages of the forward of one context.
 
     Attributes:
-        work: items of each walk. ends: see `rows_index`. nothing: no rows of states.
+        made: what is not in ``tables``. work: items of each walk. ends: see `rows_index`. nothing: no rows of states.
         alone: every segment is a whole document, so that nothing is summarized, folded or sent.
     """
 
     tables: KernelTables
+    made: Spread
     work: Sequence[Items]
     ends: Sequence[Tensor]
     chunks: Chunks
@@ -97,15 +98,19 @@ class HopperBackend:
     def of(cls, tables: KernelTables, heads: tuple[int, int], cutoff: float | None) -> "HopperBackend":
         """The backend of uploaded ``tables``; the kernels are loaded already."""
         index, value_heads = tables.items.device.index, heads[1]
-        items = items_of_heads(tables.items, value_heads).split([value_heads * n for n in tables.counts])
+        kernels = load_kernels(index, value_heads // heads[0])
+        with on_device(index):
+            made = spread(kernels.spread, tables, heads)
+        items = made.items.split([value_heads * n for n in tables.counts])
         return cls(
             tables=tables,
+            made=made,
             work=[Items(items=x, segments=tables.segments) for x in items],
             ends=tables.rows.unbind(),
-            chunks=Chunks.of(tables.chunks.view(torch.int32).view(-1, 2), tables.strips),
+            chunks=Chunks(rows=tables.chunks.view(torch.int32).view(-1, 2), ranks=made.ranks, kinds=tables.strips),
             nothing=torch.empty((0, value_heads, 128, 128), device=tables.items.device),
             alone=not any(tables.counts[:INDEPENDENT]) and tables.routes.kind == "none",
-            kernels=load_kernels(index, value_heads // heads[0]),
+            kernels=kernels,
             cutoff=cutoff,
             device=index,
             heads=heads,

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from cp_gdn import affine
 from cp_gdn.backends import hopper_walk
-from cp_gdn.backends.hopper import INDEPENDENT, HopperBackend
+from cp_gdn.backends.hopper import HopperBackend
 from cp_gdn.backends.hopper_grad import KernelGradients, grad, load_grad
-from cp_gdn.backends.hopper_items import items_of_heads
 from cp_gdn.backends.hopper_memory import MemorySizes, buffers_of
 from cp_gdn.backends.hopper_mirror import MirrorTables, mirror_index
 from cp_gdn.backends.hopper_prepare import prepared_parts
-from cp_gdn.backends.hopper_slabs import NO_ADJOINT, NO_STATE, places_of_heads, steps_of, zero_ends
-from cp_gdn.backends.hopper_tables import KernelTables, rows_index
+from cp_gdn.backends.hopper_slabs import NO_ADJOINT, NO_STATE
+from cp_gdn.backends.hopper_spread import Spread
+from cp_gdn.backends.hopper_tables import INDEPENDENT, KernelTables, rows_index
 from cp_gdn.backends.hopper_walk import (
     Ends,
     Items,
@@ -115,19 +115,15 @@ class HopperKernels:
         forward, tables, group = HopperBackend.of(uploaded, heads, cutoff), uploaded.mirror, heads[1] // heads[0]
         with on_device(forward.device):
             kernels = BackwardKernels.load(group)
-        items = items_of_heads(tables.items, heads[1])
-        first, rows = tables.counts[0] * heads[1], tables.rows.unbind()
-        entries = forward.ends[rows_index(INDEPENDENT, initial=False, final=False)]
-        exits = rows[mirror_index(replay=True, final=False, initial=False)]
-        ends = zero_ends(_int32(uploaded.segments, 4), _int32(entries, 2), _int32(exits, 2))
+        made, first = forward.made, tables.counts[0] * heads[1]
         places = max((slab.steps for slab in tables.slabs.slabs), default=0) * group
         return cls(
             forward=forward,
             tables=tables,
-            summary=Items(items=items[:first], segments=uploaded.segments),
-            slabs=_slab_work(uploaded, items[first:], group, ends),
+            summary=Items(items=made.mirrored[:first], segments=uploaded.segments),
+            slabs=_slab_work(uploaded, made, group),
             places=places,
-            rows=rows,
+            rows=tables.rows.unbind(),
             kernels=kernels,
             sizes=MemorySizes(
                 value_heads=heads[1],
@@ -253,22 +249,14 @@ def gradients_like(x: Inputs) -> KernelGradients:
     return KernelGradients.empty(q=x.q, k=x.k, v=x.v, g=x.g.float(), beta=x.beta.float())
 
 
-def _int32(x: Tensor, width: int) -> Tensor:
-    """A packed table [n, width] as it is."""
-    return x.view(torch.int32).view(-1, width)
-
-
 def _if_any(states: Tensor) -> Tensor | None:
     return states if states.shape[0] else None
 
 
-def _slab_work(tables: KernelTables, items: Tensor, group: int, ends: Tensor) -> list[SlabWork]:
-    """Of the replay's ``items`` of all heads; ``ends``: see `zero_ends`."""
-    slabs, chunks = tables.mirror.slabs, _int32(tables.chunks, 2)
-    places, steps = places_of_heads(slabs, group), steps_of(slabs, chunks, ends)
-    found = []
-    for slab in slabs.slabs:
+def _slab_work(tables: KernelTables, made: Spread, group: int) -> list[SlabWork]:
+    replayed, found = made.mirrored[made.mirrored.shape[0] - made.places.shape[0] :], []
+    for slab in tables.mirror.slabs.slabs:
         own = slice(slab.first_pair * group, slab.end_pair * group)
-        blocks = Items(items=items[own], segments=tables.segments, places=places[own])
-        found.append(SlabWork(items=blocks, steps=steps[slab.first_step : slab.end_step]))
+        blocks = Items(items=replayed[own], segments=tables.segments, places=made.places[own])
+        found.append(SlabWork(items=blocks, steps=made.steps[slab.first_step : slab.end_step]))
     return found

@@ -52,7 +52,7 @@ def grad(kernel: Kernel, x: WalkInputs, steps: Tensor, tapes: SlabTapes, out: Ke
     """Fill dq, dk, dg and dbeta of the chunks and q/k heads of ``steps``; dv is there already.
 
     Args:
-        x: as the adjoint walk took it: v is dO, its output dv. steps: [n, 4] int32, see `hopper_slabs.steps_of`, in the
+        x: as the adjoint walk took it: v is dO, its output dv. steps: [n, 4] int32, see `hopper_spread.Spread`, in the
             order of ``tapes``.
     """
     count = steps.shape[0]

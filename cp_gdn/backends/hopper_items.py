@@ -1,12 +1,10 @@
-"""Items of the walks: what one block of a walk does, before and after they are spread over value heads.
+"""Items of the walks: what one block of a walk does, before `spread` gives every value head its own.
 
 An item is four int32: first chunk, chunks, head and run, segment. Head and run are the halves of one number; run counts
 the segments that a block walks one after the other, or is `MAP`.
 """
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from cp_gdn.fragments import Ints
 from cp_gdn.plan import Segments
@@ -47,12 +45,3 @@ def run_items(segments: Segments, ids: Ints) -> Ints:
         items[:, 1] = np.add.reduceat(chunks, first)
         items[:, 2] = (np.concatenate((first[1:], (len(ids),))) - first) * _RUN
     return longest_first(items)
-
-
-def items_of_heads(items: Tensor, value_heads: int) -> Tensor:
-    """[n * HV, 4] int32 of uploaded items: heads of an item side by side."""
-    # reshaped first: an empty table may have a stride that a view of another dtype does not take
-    base = items.reshape(-1).contiguous().view(torch.int32).view(-1, 1, 4)
-    heads = torch.zeros((value_heads, 4), dtype=torch.int32, device=items.device)
-    heads[:, 2] = torch.arange(value_heads, dtype=torch.int32, device=items.device)
-    return (base + heads).flatten(0, 1)

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from cp_gdn.backends.hopper_hops import packed
 from cp_gdn.fragments import Ints
 from cp_gdn.plan import Index
 
@@ -45,13 +44,20 @@ class SlabTables:
     """Slabs of a rank's backward, not yet uploaded.
 
     Attributes:
-        blocks: int64 [b, 4], pairs of one item in one slab: first chunk, heads, first head, steps.
-        places: int64 [pairs, 2], of a pair's first chunk in its slab, and from chunk to chunk, in steps.
+        pairs: packed [num_pairs, 4] int32, neighbouring pairs of one item in one slab: first chunk, heads, first head,
+            first step.
+        places: packed [num_places, 2] int32, of a pair's first chunk in its slab, and from chunk to chunk, in steps.
     """
 
     slabs: tuple[Slab, ...]
-    blocks: Index
+    pairs: Index
+    num_pairs: int
     places: Index
+    num_places: int
+
+    @property
+    def num_steps(self) -> int:
+        return self.slabs[-1].end_step if self.slabs else 0
 
 
 def slab_tables(items: Ints, heads: tuple[int, int]) -> SlabTables:
@@ -67,12 +73,14 @@ def slab_tables(items: Ints, heads: tuple[int, int]) -> SlabTables:
     ends = steps.cumsum()
     of_slab = np.concatenate(((ends - steps)[starts.searchsorted(cuts[:-1])], ends[-1:]))
     begun = of_slab[cuts.searchsorted(starts, "right") - 1]
-    first = (ends - steps - begun).repeat(width) + np.arange(pairs) - starts.repeat(width)
+    first = (ends - steps - begun - starts).repeat(width) + np.arange(pairs)
     edges = zip(pairwise(cuts.tolist()), pairwise(of_slab.tolist()), strict=True)
     return SlabTables(
         slabs=tuple(Slab(first_pair=a, end_pair=b, first_step=c, end_step=d) for (a, b), (c, d) in edges),
-        blocks=np.array((items[item, 0], width, starts % query_heads, steps)).T,
-        places=np.array((first, width.repeat(width))).T,
+        pairs=packed(np.array((items[item, 0], width, starts % query_heads, ends - steps)).T),
+        num_pairs=len(starts),
+        places=packed(np.array((first, width.repeat(width))).T),
+        num_places=pairs,
     )
 
 
@@ -87,43 +95,3 @@ def slab_cuts(chunks: Ints, group: int) -> Ints:
             held = 0
         held += size
     return np.array([*cuts, len(chunks)] if len(chunks) else cuts, dtype=np.int64)
-
-
-def zero_ends(segments: Tensor, entries: Tensor, exits: Tensor) -> Tensor:
-    """[segments, 4] int32 of segments with tokens: their first and last chunk, and what is zero there unless states of
-    documents take part: `NO_STATE` before the first one, `NO_ADJOINT` after the last one, else 0.
-
-    Args:
-        segments: [s, 4] int32, first chunk, count, .. entries, exits: [s, 2] int32, `Ends.rows` of walks in both
-            directions without states of documents.
-    """
-    first, count = segments[:, 0], segments[:, 1]
-    flags = (NO_STATE * (entries[:, 0] < 0), NO_ADJOINT * (exits[:, 0] < 0))
-    return torch.stack((first, first + count - 1, *flags), 1).int()
-
-
-def steps_of(tables: SlabTables, chunks: Tensor, ends: Tensor) -> Tensor:
-    """[steps, 4] int32 of uploaded tables: first row and count of a chunk, q/k head and flags (16 bits each), chunk.
-
-    Args:
-        chunks: [N, 2] int32. ends: see `zero_ends`.
-    """
-    flags = torch.zeros_like(chunks[:, 0])
-    for chunk, flag in ((ends[:, 0], ends[:, 2]), (ends[:, 1], ends[:, 3])):
-        flags.index_add_(0, chunk, flag)  # no chunk twice, but both ends of a segment may be one
-    total = tables.slabs[-1].end_step if tables.slabs else 0
-    first, width, head, steps = tables.blocks.view(-1, 4).unbind(1)
-    numbers = torch.arange(total, device=chunks.device)
-    block = torch.repeat_interleave(numbers[: len(first)], steps, output_size=total)
-    inside = numbers - (steps.cumsum(0) - steps)[block]
-    chunk = first[block] + inside // width[block]
-    rows = chunks[chunk]
-    others = torch.stack((head[block] + inside % width[block] + (flags[chunk] << 16), chunk), 1)
-    return torch.cat((rows, others.int()), 1)
-
-
-def places_of_heads(tables: SlabTables, group: int) -> Tensor:
-    """[pairs * group, 2] int32 of uploaded tables: a value head's first place, and from chunk to chunk."""
-    member = torch.arange(group, device=tables.places.device)
-    shift = torch.stack((member, torch.zeros_like(member)), 1)
-    return (tables.places.view(-1, 1, 2) * group + shift).int().flatten(0, 1)

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from cp_gdn.backends.launch import strip_map
@@ -18,6 +17,7 @@ from cp_gdn.fragments import Ints
 from cp_gdn.plan import CHUNK
 
 ROWS, KINDS = 16, CHUNK // 16
+_BORDERS = ROWS * np.arange(1, KINDS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,20 +33,25 @@ class Chunks:
     ranks: Tensor
     kinds: tuple[int, ...]
 
-    @classmethod
-    def of(cls, rows: Tensor, kinds: tuple[int, ...]) -> "Chunks":
-        """``rows`` [N, 2] int32 on their device, at least one token each; ``kinds``: see `strips_of`."""
-        has = rows[:, 1:] > ROWS * torch.arange(KINDS, dtype=torch.int32, device=rows.device)
-        return cls(rows=rows, ranks=(has.cumsum(0) - has.long()).int(), kinds=kinds)
-
     @property
     def count(self) -> int:
         return self.kinds[0]
 
 
-def strips_of(counts: Ints | Sequence[int]) -> tuple[int, ...]:
-    """Strips of each kind, of chunks with so many rows."""
-    return tuple(int((np.asarray(counts) > ROWS * kind).sum()) for kind in range(KINDS))
+def partial_chunks(counts: Ints) -> Ints:
+    """[m + 1, 4] of chunks with so many rows, at least one each: those without all strips, and of the chunks before
+    each how many lack strip 1, 2 and 3; the last row stands behind all chunks."""
+    short = (counts <= ROWS * (KINDS - 1)).nonzero()[0]
+    found = np.zeros((len(short) + 1, KINDS), dtype=np.int64)
+    found[:-1, 0], found[-1, 0] = short, len(counts)
+    (counts[short, None] <= _BORDERS).cumsum(0, out=found[1:, 1:])
+    return found
+
+
+def strips_of(partial: Ints) -> tuple[int, ...]:
+    """Strips of each kind, of `partial_chunks`."""
+    count, *lacks = partial[-1].tolist()
+    return (count, *(count - n for n in lacks))
 
 
 def strip_bytes(kinds: tuple[int, ...], value_heads: int) -> tuple[int, ...]:

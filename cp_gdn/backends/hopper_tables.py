@@ -16,7 +16,7 @@ from cp_gdn.backends.hopper_hops import KernelHops, PackedHops, packed
 from cp_gdn.backends.hopper_items import MAP, lone_items, longest_first, run_items
 from cp_gdn.backends.hopper_mirror import MirrorTables, mirror_tables
 from cp_gdn.backends.hopper_slabs import BLOCKS
-from cp_gdn.backends.hopper_strips import strips_of
+from cp_gdn.backends.hopper_strips import partial_chunks, strips_of
 from cp_gdn.chains import NO_HOPS
 from cp_gdn.exchange import Routes
 from cp_gdn.fragments import Ints, unset
@@ -25,6 +25,7 @@ from cp_gdn.ring.routes import IDLE, Parcel, RingStep
 from cp_gdn.schedule import Replay, Schedule, Side
 
 WALKS = ("summary", "transfer", "independent", "dependent")
+SUMMARY, TRANSFER, INDEPENDENT, DEPENDENT = range(len(WALKS))
 """The walks of a forward: for B and M, for M alone, for o of what needs no message and of the rest."""
 LONGER_THAN_EXCHANGE = 64
 """Chunks: their walk takes 0.11 ms on an H200, an exchange between two some 0.05."""
@@ -140,7 +141,8 @@ class KernelTables:
     Attributes:
         side, routes: the forward's, states renumbered. row_of_segment: [n] row of each segment's entry state.
         num_rows: rows of the state buffer without and with an initial state. compose_maps, num_maps: see `Schedule`.
-        chunks: packed [N, 2], first row and count. segments: packed [n, 4], first chunk, chunks, map row, 0.
+        chunks: packed [N, 2], first row and count. partial, strips: packed `partial_chunks` of these, and `strips_of`.
+        segments: packed [n, 4], first chunk, chunks, map row, 0.
         items: packed [m, 4], see `hopper_items`, of all `WALKS` one after the other, each longest first.
         counts: items of each walk. rows: [16, n], by `rows_index`: where the walk of each
             segment starts from and where its end goes, two int32 each, -1 for nowhere.
@@ -155,9 +157,11 @@ class KernelTables:
     compose_maps: KernelHops
     num_maps: int
     num_chunks: int
-    strips: tuple[int, ...]
     num_segments: int
     chunks: Index
+    partial: Index
+    num_partial: int
+    strips: tuple[int, ...]
     segments: Index
     items: Index
     counts: tuple[int, ...]
@@ -197,7 +201,7 @@ def kernel_tables(plan: Plan, schedule: Schedule, routes: Routes, heads: tuple[i
     hops = packed_hops(schedule, routes, (rows, mirrored))
     forward_routes, adjoint_routes = kernel_routes(routes, (rows, mirrored), hops)
     adjoint = (_side(schedule.adjoint, mirrored, hops), adjoint_routes)
-    items = _items(plan, schedule, heads[1])
+    items, partial = _items(plan, schedule, heads[1]), partial_chunks(plan.chunks.count)
     return KernelTables(
         side=_side(schedule.forward, rows, hops),
         routes=forward_routes,
@@ -206,9 +210,11 @@ def kernel_tables(plan: Plan, schedule: Schedule, routes: Routes, heads: tuple[i
         compose_maps=hops[schedule.compose_maps],
         num_maps=schedule.num_maps,
         num_chunks=len(plan.chunks),
-        strips=strips_of(plan.chunks.count),
         num_segments=count,
         chunks=packed(np.array((plan.chunks.first_row, plan.chunks.count), dtype=np.int32).T),
+        partial=packed(partial),
+        num_partial=len(partial),
+        strips=strips_of(partial),
         segments=packed(_segment_rows(plan, schedule)),
         items=packed(np.concatenate(items)),
         counts=tuple(map(len, items)),

@@ -118,7 +118,7 @@ class Summaries:
 class SlabTapes:
     """Memory of what walks leave for `grad`, images of chunks by place: states and adjoints, then Vn.
 
-    ``zero``: which flags of the steps hold, see `hopper_slabs.zero_ends`.
+    ``zero``: which flags of the steps hold, see `hopper_spread.Spread`.
     """
 
     room: Tensor

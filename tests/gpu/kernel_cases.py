@@ -14,10 +14,10 @@ import cp_gdn
 from cp_gdn.backends import hopper_prepare
 from cp_gdn.backends.hopper_grad import KernelGradients, grad, load_grad
 from cp_gdn.backends.hopper_hops import packed
-from cp_gdn.backends.hopper_items import items_of_heads, lone_items, longest_first, run_items
+from cp_gdn.backends.hopper_items import lone_items, longest_first, run_items
 from cp_gdn.backends.hopper_prepare import Prepared, prepared_parts
-from cp_gdn.backends.hopper_slabs import places_of_heads, slab_tables, steps_of
-from cp_gdn.backends.hopper_strips import Chunks, strips_of
+from cp_gdn.backends.hopper_slabs import slab_tables
+from cp_gdn.backends.hopper_strips import Chunks, partial_chunks, strips_of
 from cp_gdn.backends.hopper_walk import (
     Ends,
     Items,
@@ -30,8 +30,8 @@ from cp_gdn.backends.hopper_walk import (
     slab_bytes,
     summarize,
 )
-from cp_gdn.tables import upload
 from tests.gpu.tile_emulator import head_errors
+from tests.spread import items_of_heads, places_of_heads, ranks_of, steps_of, table
 
 SCALE = 128**-0.5
 PACKS = ([192], [64, 37, 200, 5, 130], [1, 64, 65, 63], [300])
@@ -85,15 +85,15 @@ class Work:
         segments = SimpleNamespace(num_chunks=num_chunks, first_chunk=num_chunks.cumsum() - num_chunks)
         ids = np.arange(len(lengths))
         found = run_items(segments, ids) if shared else longest_first(lone_items(segments, ids, 1))
-        slabs = upload(slab_tables(found, heads), torch.device("cuda"))
+        slabs, counts = slab_tables(found, heads), [n for _, n in rows]
         assert len(slabs.slabs) == 1
-        chunks = Chunks.of(torch.tensor(rows, dtype=torch.int32, device="cuda"), strips_of([n for _, n in rows]))
+        kinds = strips_of(partial_chunks(np.array(counts)))
         return cls(
-            chunks=chunks,
+            chunks=Chunks(rows=table(rows, 2, "cuda"), ranks=table(ranks_of(counts), 4, "cuda"), kinds=kinds),
             segments=torch.from_numpy(packed(np.stack((segments.first_chunk, num_chunks, ids, 0 * ids), 1))).cuda(),
-            items=items_of_heads(torch.from_numpy(packed(found)).cuda(), heads[1]),
-            places=places_of_heads(slabs, heads[1] // heads[0]),
-            steps=steps_of(slabs, chunks.rows, torch.zeros((0, 4), dtype=torch.int32, device="cuda")),
+            items=table(items_of_heads(found.tolist(), heads[1]), 4, "cuda"),
+            places=table(places_of_heads(slabs, heads[1] // heads[0]), 2, "cuda"),
+            steps=table(steps_of(slabs, rows, {}), 4, "cuda"),
             count=len(lengths),
         )
 
