@@ -12,6 +12,7 @@ from torch import Tensor
 
 import cp_gdn
 from cp_gdn import Comm, Options, build_context, chunk_gated_delta_rule, partition, twin
+from cp_gdn.backends.hopper_memory import MemorySizes
 from tests.kernel_double import doubles
 from tests.test_kernel_tables import BOUNDS, CASES, HEADS, NAMES, inputs
 
@@ -111,3 +112,27 @@ def outlives_its_results(comm: Comm, final: bool) -> bool:
 def test_a_context_holds_nothing_of_a_call_whose_results_are_gone(final: bool) -> None:
     with doubles():
         assert twin(2, lambda comm: outlives_its_results(comm, final)) == [False, False]
+
+
+@pytest.mark.parametrize("exchange", ["ring", "a2a"])
+def test_offsets_in_the_memory_of_o_change_no_bit(exchange: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 walks its first fragment while messages are under way; offsets lie where it leaves nothing then."""
+    gen, tokens = torch.Generator().manual_seed(0), 4400
+    x = [torch.randn(tokens, heads, 128, generator=gen).bfloat16() / 8 for heads in (1, 1, 2)]
+    x += [-torch.rand(tokens, 2, generator=gen) / 64, torch.rand(tokens, 2, generator=gen)]
+
+    def forward(comm: Comm) -> tuple[Tensor, tuple[bool, tuple[int, int]]]:
+        part = partition([0, tokens], comm.size, "zigzag")
+        ctx = build_context(part, comm, heads=HEADS, segments=2, exchange=exchange)
+        assert ctx.kernels is not None
+        kernels, (o, _) = ctx.kernels, chunk_gated_delta_rule(*(t[ctx.token_ids] for t in x), ctx=ctx)
+        return o, (kernels.sizes.output_lends, kernels.forward.tables.free_rows)
+
+    with doubles():
+        lent = twin(2, forward)
+        monkeypatch.setattr(MemorySizes, "output_lends", False)
+        own = twin(2, forward)
+    assert [how for _, how in lent] == [(True, (1100, 1100)), (True, (0, 2200))]
+    assert [lends for _, (lends, _) in own] == [False, False]
+    for (got, _), (want, _) in zip(lent, own, strict=True):
+        assert torch.equal(got, want)

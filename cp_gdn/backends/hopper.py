@@ -4,6 +4,7 @@ prepare -> walk for B and M -> fold -> exchange -> fold -> walk for o
 States, offsets, maps and final states are read and written where they lie, by row.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -155,12 +156,19 @@ class HopperBackend:
             return Summarized(maps=self.new_states(0), offsets=self.nothing, dropped=None)
         maps = self.buffer(room, "maps", tables.num_maps)
         dropped = None if self.cutoff is None else room.take("dropped")
-        offsets = self.nothing if states is None else room.take("offsets")
+        offsets = self.nothing if states is None else self._offsets(x, room)
         ends = Ends(rows=self._rows(walk, initial=initial), start=states, end=offsets)
         summaries = Summaries(maps=maps, cutoff=self.cutoff, dropped=dropped)
         summarize(self.kernels.summary, x, self.work[walk], ends, summaries)
         affine.run(tables.compose_maps, maps, maps, None, dropped=dropped)
         return Summarized(maps=maps, offsets=offsets, dropped=dropped)
+
+    def _offsets(self, x: WalkInputs, room: Room) -> Tensor:
+        """Rows of their own, or in the memory of o: nobody needs them when it is written."""
+        if room.holds("offsets"):
+            return room.take("offsets")
+        shape, first = (self.tables.side.num_offsets, *self.state_shape), self.tables.free_rows[0]
+        return x.out[first:].view(-1)[: 2 * math.prod(shape)].view(torch.float32).view(shape)
 
     def enter(self, comm: Comm, x: WalkInputs, initial: Tensor | None, purpose: str, room: Room) -> Entered:
         """Summarize, fold what needs no message, and begin the exchange."""

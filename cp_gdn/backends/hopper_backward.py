@@ -134,6 +134,7 @@ class HopperKernels:
                 offsets=uploaded.side.num_offsets,
                 adjoint_offsets=tables.side.num_offsets,
                 maps=uploaded.num_maps,
+                free_rows=uploaded.free_rows[1],
                 alone=forward.alone,
                 cutoff=cutoff is not None,
                 keeps_states=options.keeps_states,

@@ -68,15 +68,19 @@ class PackedExchange(OwnerExchange):
 
     def start(self) -> None:
         """Post the summaries."""
-        flow, routes, ranks = self.flow, self.routes, range(self.comm.size)
-        sources = [flow.states[routes.head_states], flow.offsets[routes.offset_rows]]
+        flow, routes, size = self.flow, self.routes, self.comm.size
+        sources = [(flow.states, routes.head_states), (flow.offsets, routes.offset_rows)]
         if flow.kept is None:
-            sources.append(flow.maps[routes.map_rows])
-        rows, width = torch.cat(sources), self._width(self.comm.rank)
-        by_owner = rows.unflatten(1, (self.comm.size, width)).transpose(0, 1).reshape(-1)
-        received = [self._summary_size(r, width) for r in ranks]
-        sent = [self._summary_size(self.comm.rank, width)] * self.comm.size
-        self.pending = self.comm.all_to_all(flow.purpose, by_owner, sent, received)
+            sources.append((flow.maps, routes.map_rows))
+        width, counts = self._width(self.comm.rank), [rows.shape[0] for _, rows in sources]
+        by_owner = flow.states.new_empty((size, sum(counts), width, *flow.states.shape[2:]))
+        for (source, rows), place in zip(sources, by_owner.split(counts, 1), strict=True):
+            torch.index_select(
+                source.unflatten(1, (size, width)).transpose(0, 1), 1, rows, out=place
+            )  # no copy between
+        received = [self._summary_size(r, width) for r in range(size)]
+        sent = [self._summary_size(self.comm.rank, width)] * size
+        self.pending = self.comm.all_to_all(flow.purpose, by_owner.view(-1), sent, received)
 
     def wait(self) -> None:
         """As an owner, step through every chain; then take the entry states of this rank's fragments home."""
@@ -84,14 +88,17 @@ class PackedExchange(OwnerExchange):
         matrix = flow.states.shape[2:]
         message = self.pending.wait().view(-1, width, *matrix)
         states = message.new_empty((routes.num_states, width, *matrix))
-        maps, hops = (message, routes.hops) if flow.kept is None else (flow.kept, routes.kept_hops)
-        affine.run(hops, states, maps, message, adjoint=flow.adjoint)
+        if flow.kept is None:
+            affine.run(routes.hops, states, message, message, adjoint=flow.adjoint)
+            self.owned_maps = message[routes.owned_rows]
+        else:
+            affine.run(routes.kept_hops, states, flow.kept, message, adjoint=flow.adjoint)
+        del message  # a forward's memory is at its peak here
         mine, each = routes.num_replies[self.comm.rank], width * matrix.numel()
         home, sent = states[: sum(routes.num_replies)].view(-1), [n * each for n in routes.num_replies]
-        pending = self.comm.all_to_all(f"{flow.purpose}_HOME", home, sent, [mine * each] * self.comm.size)
-        self.owned_maps = message[routes.owned_rows] if flow.kept is None else flow.kept
-        answer = pending.wait().view(self.comm.size, mine, width, *matrix)
-        flow.states[routes.replies] = answer.transpose(0, 1).reshape(mine, *flow.states.shape[1:])
+        answer = self.comm.all_to_all(f"{flow.purpose}_HOME", home, sent, [mine * each] * self.comm.size).wait()
+        by_owner = answer.view(self.comm.size, mine, width, *matrix).transpose(0, 1)
+        flow.states.unflatten(1, (self.comm.size, width))[routes.replies] = by_owner
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,9 @@ import torch
 from cp_gdn.backends.hopper_walk import slab_bytes
 from cp_gdn.workspace import Buffer, Wanted, placed
 
+STATE_ROWS = 256
+"""Rows of o, bf16, that take as much memory as a state, fp32."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemorySizes:
@@ -16,7 +19,8 @@ class MemorySizes:
         prepared: bytes, see `prepared_parts`; a tape is just that.
         places: chunks and value heads of the largest slab.
         states, adjoints: rows without and with states of documents. offsets, adjoint_offsets, maps: rows.
-        alone: nothing is summarized. cutoff: the decay bound marks maps that are zero.
+        free_rows: of o, see `hopper_tables.free_rows`. alone: nothing is summarized. cutoff: the decay bound marks maps
+            that are zero.
         keeps_states, keeps_maps: they are saved, and no scratch.
     """
 
@@ -28,13 +32,19 @@ class MemorySizes:
     offsets: int
     adjoint_offsets: int
     maps: int
+    free_rows: int
     alone: bool
     cutoff: bool
     keeps_states: bool
     keeps_maps: bool
 
     @property
-    def lends_offsets(self) -> bool:
+    def output_lends(self) -> bool:
+        """Whether a forward's offsets fit where o is not yet written."""
+        return self.offsets * STATE_ROWS <= self.free_rows
+
+    @property
+    def slab_lends(self) -> bool:
         """Whether offsets of adjoints fit where a slab will have its adjoints."""
         return self.adjoint_offsets * self.value_heads * 2 <= self.places  # a state of fp32 is two of bf16
 
@@ -54,7 +64,7 @@ def buffers_of(sizes: MemorySizes, phase: str, *, kept: bool, document_states: b
     if not sizes.alone:
         if forward or not (sizes.keeps_states and sizes.keeps_maps):
             wanted += _of_maps(sizes)
-        if forward or not sizes.keeps_states:
+        if not sizes.output_lends if forward else not sizes.keeps_states:
             wanted.append(("offsets", sizes.row(sizes.offsets), torch.float32, ("summarize", "exchange")))
     if not forward:
         wanted += _of_adjoints(sizes, document_states=document_states)
@@ -73,7 +83,7 @@ def _of_maps(sizes: MemorySizes) -> list[Wanted]:
 def _of_adjoints(sizes: MemorySizes, *, document_states: bool) -> list[Wanted]:
     rows, life = sizes.row(sizes.adjoints[document_states]), ("adjoint summarize", "adjoint replay")
     found: list[Wanted] = [("adjoints", rows, torch.float32, life)]
-    if not (sizes.alone or sizes.lends_offsets):
+    if not (sizes.alone or sizes.slab_lends):
         offsets = sizes.row(sizes.adjoint_offsets)
         found.append(("adjoint offsets", offsets, torch.float32, ("adjoint summarize", "adjoint exchange")))
     found.append(("slab", (slab_bytes(sizes.places),), torch.uint8, ("adjoint summarize", "gradients")))

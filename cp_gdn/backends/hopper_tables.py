@@ -141,6 +141,7 @@ class KernelTables:
     Attributes:
         side, routes: the forward's, states renumbered. row_of_segment: [n] row of each segment's entry state.
         num_rows: rows of the state buffer without and with an initial state. compose_maps, num_maps: see `Schedule`.
+        free_rows: see there.
         chunks: packed [N, 2], first row and count. partial, strips: packed `partial_chunks` of these, and `strips_of`.
         segments: packed [n, 4], first chunk, chunks, map row, 0.
         items: packed [m, 4], see `hopper_items`, of all `WALKS` one after the other, each longest first.
@@ -156,6 +157,7 @@ class KernelTables:
     num_rows: tuple[int, int]
     compose_maps: KernelHops
     num_maps: int
+    free_rows: tuple[int, int]
     num_chunks: int
     num_segments: int
     chunks: Index
@@ -209,6 +211,7 @@ def kernel_tables(plan: Plan, schedule: Schedule, routes: Routes, heads: tuple[i
         num_rows=(first_rows, len(rows)),
         compose_maps=hops[schedule.compose_maps],
         num_maps=schedule.num_maps,
+        free_rows=free_rows(plan, schedule.forward, waits=not len(items[INDEPENDENT])),
         num_chunks=len(plan.chunks),
         num_segments=count,
         chunks=packed(np.array((plan.chunks.first_row, plan.chunks.count), dtype=np.int32).T),
@@ -252,6 +255,18 @@ def _items(plan: Plan, schedule: Schedule, value_heads: int) -> list[Ints]:
         every = np.concatenate((side.independent.walk.segments, side.dependent.walk.segments))
         first, rest = first[:0], run_items(segments, every)
     return [longest_first(np.concatenate((offsets, maps))), maps, first, rest]
+
+
+def free_rows(plan: Plan, side: Side, *, waits: bool) -> tuple[int, int]:
+    """The first of neighbouring rows of o that no walk writes while messages are under way, and how many: all of them
+    if nothing depends on a message, or nothing is walked before (``waits``), else those of the longest fragment that
+    depends on one."""
+    dependent = side.dependent.walk.segments
+    if waits or not len(dependent):
+        return 0, plan.num_tokens
+    slots, lengths = plan.segments.slot[dependent], plan.fragments.length
+    slot = slots[lengths[slots].argmax()]
+    return int(lengths[:slot].sum()), int(lengths[slot])
 
 
 def _fit_one_wave(independent: Ints, dependent: Ints, value_heads: int) -> bool:
