@@ -1,13 +1,15 @@
 """The Hopper kernels against fp64 on one GPU: values, partial chunks, poisoned neighbours, bits that do not move."""
 
 import itertools
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
 
+import cp_gdn
 from cp_gdn.backends.hopper_walk import Items, Summaries, load_adjoint, load_walk, summarize
 from tests.gpu.kernel_cases import CASES, Work, heads_of, inputs, oracle, prepared_by, run, squares, summary, worst_head
+from tests.spread import spread
 
 pytestmark = [
     pytest.mark.gpu,
@@ -192,3 +194,31 @@ def test_summaries_leave_out_what_decay_hides_and_nothing_else(adjoint: bool) ->
         assert torch.equal(made["dropped"], zero)
         assert torch.equal(made["m"], without["m"].where(zero[..., None, None] == 0, torch.zeros_like(want)))
         assert 0 < zero.float().mean() < 1
+
+
+MANY = [0, *itertools.accumulate(1 + 7 * i % 25 for i in range(2000))]
+
+
+@pytest.mark.parametrize(
+    ("bounds", "heads", "world"),
+    [
+        ([0, 65_536], (16, 48), 1),
+        ([0, 65_536], (2, 6), 1),
+        (MANY, (2, 8), 1),
+        ([0, 5, 8_000, 8_000, 20_001], (4, 4), 4),
+    ],
+    ids=["slabs", "many segments", "many documents", "a rank of four"],
+)
+def test_tables_of_heads_steps_and_strips_are_those_of_plain_python(
+    bounds: list[int], heads: tuple[int, int], world: int
+) -> None:
+    def of_rank(comm: cp_gdn.Comm) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        part = cp_gdn.partition(bounds, world, "zigzag")
+        ctx = cp_gdn.build_context(part, comm, device="cuda", heads=heads, backend="hopper")
+        made, tables = ctx.kernels.forward.made, ctx.kernels.forward.tables
+        return asdict(made), asdict(spread(None, tables, heads))
+
+    for got, want in cp_gdn.twin(world, of_rank):
+        assert got.keys() == want.keys()
+        for name, table in want.items():
+            assert torch.equal(got[name], table), name
