@@ -10,6 +10,7 @@ against fp64. A peer that is not installed or fails is a row that says so.
 import argparse
 import functools
 import json
+import os
 import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
@@ -39,6 +40,7 @@ def flashqla() -> Op:
 
 
 def fla() -> Op:
+    os.environ["FLA_FLASH_QLA"] = "0"  # its own kernels; else it hands over to FlashQLA where that is installed
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule as rule
 
     def run(x: Tensors, bounds: torch.Tensor) -> torch.Tensor:
