@@ -39,7 +39,7 @@ struct WalkParams {
     char* values;                // [places, 2, C, 64] bf16, swizzled: Vn
     const float* bound;          // [HV, num_chunks], log bound of every chunk; null: decay hides nothing
     float* maps;                 // [.., HV, K, 128]
-    int* dropped;                // [maps, HV], filled: 1 where the map is zero, else 0
+    int* dropped;                // [maps, HV], filled: 1 where the map is zero, else 0; adjoints may have none
     float cutoff;
     int num_chunks;
 };
@@ -301,10 +301,12 @@ __device__ __forceinline__ int trim(const WalkParams& p, Item& item) {
     float total;
     const float* bound = p.bound + static_cast<long long>(item.head) * p.num_chunks + item.first_chunk;
     int hidden = skipped(bound, item.chunks, p.cutoff, REVERSE, threadIdx.x % 32, total);
-    if (is_map(item)) {
+    const int map = p.segments[item.segment].z;
+    if (is_map(item) || (REVERSE && p.dropped && map >= 0)) {  // the adjoint has the maps, and says again which of them are zero
+        if (REVERSE) skipped(bound, item.chunks, p.cutoff, false, threadIdx.x % 32, total);  // the bits of the forward's sum
         const bool zero = !(total > p.cutoff);
-        hidden = zero ? item.chunks : 0;
-        if (threadIdx.x == 0) p.dropped[static_cast<long long>(p.segments[item.segment].z) * p.value_heads + item.head] = zero;
+        if (!REVERSE) hidden = zero ? item.chunks : 0;
+        if (threadIdx.x == 0) p.dropped[static_cast<long long>(map) * p.value_heads + item.head] = zero;
     }
     if (!REVERSE) item.first_chunk += hidden;
     item.chunks -= hidden;

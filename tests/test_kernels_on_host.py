@@ -12,7 +12,17 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from cp_gdn import Comm, Options, build_context, chunk_gated_delta_rule, packed_qkv_views, packing, partition, twin
+from cp_gdn import (
+    Comm,
+    Options,
+    affine,
+    build_context,
+    chunk_gated_delta_rule,
+    packed_qkv_views,
+    packing,
+    partition,
+    twin,
+)
 from cp_gdn.backends import hopper_items, hopper_slabs
 from cp_gdn.backends.cubins import source_folder
 from cp_gdn.packing import are_packed, joined, split_heads
@@ -74,6 +84,27 @@ def context_of(case: tuple, **options: Any) -> Any:
 def on_kernels(case: tuple, x: dict[str, Tensor], **options: Any) -> dict[str, Tensor]:
     """On one rank, inside of `host_kernels`."""
     return step(x, context_of(case, **options), raw=case[4])
+
+
+def test_adjoints_that_know_which_maps_are_zero_have_the_bits_of_those_that_look(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case, flags, run = CASES["segments, maps that vanish"], [], affine.run
+
+    def looking(*args: Any, adjoint: bool = False, dropped: Tensor | None = None) -> None:
+        if adjoint and dropped is not None:
+            flags.append(dropped.clone())
+            dropped = None
+        run(*args, adjoint=adjoint, dropped=dropped)
+
+    x = inputs(*case[:2], case[3])
+    x["g"][:, 1] *= 1e-5  # the maps of the other head vanish
+    with host_kernels():
+        told = on_kernels(case, x)
+        monkeypatch.setattr(affine, "run", looking)
+        assert_same(told, on_kernels(case, x))
+    (found,) = flags
+    assert found.tolist() == [[1, 0]] * 2
 
 
 @pytest.mark.parametrize("rank", [0, 1])

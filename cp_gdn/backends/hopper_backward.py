@@ -226,22 +226,23 @@ class HopperKernels:
         own = room.holds("adjoint offsets")
         offsets = room.take("adjoint offsets") if own else begun.tapes.before_adjoints(self.sizes.row(side.num_offsets))
         rows = self.rows[mirror_index(replay=False, final=dfinal is not None, initial=False)]
-        found = Summaries(maps=None, cutoff=self.forward.cutoff, dropped=None)
+        dropped = None if self.forward.cutoff is None else room.take("adjoint dropped")
+        found = Summaries(maps=None, cutoff=self.forward.cutoff, dropped=dropped)
         ends = Ends(rows=rows, start=_if_any(states), end=offsets)
         hopper_walk.summarize(self.kernels.summary, x, self.summary, ends, found)
         affine.run(side.compose, offsets, maps, offsets, adjoint=True)
         affine.run(side.local, states, maps, offsets, adjoint=True)
         if tables.routes.kind == "none":
-            affine.run(side.inner_independent, states, maps, offsets, adjoint=True)
+            affine.run(side.inner_independent, states, maps, offsets, adjoint=True, dropped=dropped)
             return states
         flow = Flow(
             states=states, maps=maps, offsets=offsets, adjoint=True, kept=begun.boundary.owned, purpose="ADJOINT"
         )
         exchange = tables.routes.exchange(comm, flow)
         exchange.start()
-        affine.run(side.inner_independent, states, maps, offsets, adjoint=True)
+        affine.run(side.inner_independent, states, maps, offsets, adjoint=True, dropped=dropped)
         exchange.wait()
-        affine.run(side.inner_dependent, states, maps, offsets, adjoint=True)
+        affine.run(side.inner_dependent, states, maps, offsets, adjoint=True, dropped=dropped)
         return states
 
 

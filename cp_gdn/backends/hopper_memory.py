@@ -83,6 +83,8 @@ def _of_maps(sizes: MemorySizes) -> list[Wanted]:
 def _of_adjoints(sizes: MemorySizes, *, document_states: bool) -> list[Wanted]:
     rows, life = sizes.row(sizes.adjoints[document_states]), ("adjoint summarize", "adjoint replay")
     found: list[Wanted] = [("adjoints", rows, torch.float32, life)]
+    if sizes.cutoff and not sizes.alone:
+        found.append(("adjoint dropped", (sizes.maps, sizes.value_heads), torch.int32, ("adjoint summarize", life[1])))
     if not (sizes.alone or sizes.slab_lends):
         offsets = sizes.row(sizes.adjoint_offsets)
         found.append(("adjoint offsets", offsets, torch.float32, ("adjoint summarize", "adjoint exchange")))

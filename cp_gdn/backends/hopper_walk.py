@@ -106,7 +106,8 @@ class Summaries:
     Attributes:
         maps: [maps, HV, 128, 128] fp32, filled by items that ask for a map; None without such items.
         cutoff: the decay bound that leaves chunks out; None: nothing is left out.
-        dropped: [maps, HV] int32, filled: 1 where a map is zero, else 0; None without a cutoff or without maps.
+        dropped: [maps, HV] int32, filled: 1 where a map is zero, else 0, by items that make a map, and by those of
+            adjoints whose segments have one; None without a cutoff.
     """
 
     maps: Tensor | None
