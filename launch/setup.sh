@@ -33,8 +33,8 @@ fingerprint() {
 is_ready() {
     local stamp want
     want=$(fingerprint 2>/dev/null) || return 1
-    # The extra "test" contains "cli".
-    for stamp in "$venv/.ready-$1" "$venv/.ready-test"; do
+    # The extra "test" contains "cli", but not "cuda".
+    for stamp in "$venv/.ready-$1" "$venv/.ready-${1/#cli/test}"; do
         if [[ -f $stamp && $(<"$stamp") == "$want" ]]; then return 0; fi
     done
     return 1

@@ -26,6 +26,8 @@ BAD_ARGUMENTS = {
     "no heads": ([*VERIFY, "--heads", "0,4"], "'0,4'"),
     "no ranks": ([*VERIFY, "--world", "0"], "'0'"),
     "an unknown layout": ([*VERIFY, "--layout", "striped"], "striped"),
+    "an unknown device": ([*VERIFY, "--device", "tpu"], "tpu"),
+    "an unknown backend": ([*VERIFY, "--backend", "triton"], "triton"),
     "an unknown gate": ([*VERIFY, "--gate", "open"], "open"),
     "segments that are neither": ([*VERIFY, "--segments", "grid"], "'grid'"),
     "a grid of nothing": ([*VERIFY, "--segments", "grid:0"], "'grid:0'"),
@@ -77,6 +79,7 @@ def test_verify_agrees_over_two_processes_and_prints_json(
     printed = json.loads(capsys.readouterr().out)
     assert printed["passed"] is True
     assert printed["case"]["align"] == (64 if kind == "bits" else 1)
+    assert printed["backend"] == "torch"
     assert [row["tensor"] for row in printed["rows"]] == list(TENSORS)
     for row in printed["rows"]:
         assert list(row["checks"]) == ["ring = twin", "a2a = twin", "ring = a2a", "one rank"]
@@ -89,13 +92,14 @@ def test_verify_ends_with_status_1_and_says_where_when_one_bit_differs(
 ) -> None:
     def spoiled(case: Case) -> verify_world.WorldResults:
         results = verify_world.run_twin(case)
-        value = results["ring"][1]["dk"]
+        value = results["ring"][1].tensors["dk"]
         value[0, 3, 0, 5] = torch.nextafter(value[0, 3, 0, 5], value.new_tensor(9.0))
         return results
 
     monkeypatch.setattr(verify_world, "run_processes", spoiled)
     assert main.main(VERIFY) == 1
     shown = capsys.readouterr().out
+    assert "cpu, backend=torch (auto: " in shown
     assert "bits differ" in shown
     assert "dk, ring = twin: rank 1, index [3, 0, 5]" in shown
     assert "dk, a2a = twin" not in shown
@@ -149,6 +153,7 @@ def test_demo_trains_on_two_ranks_and_on_one_and_writes_its_results(
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
     shown = capsys.readouterr().out
     assert "largest difference" in shown
+    assert shown.count("rank: backend=torch (auto: ") + shown.count("ranks: backend=torch (auto: ") == 2
     assert str(out.name) in shown
 
 
@@ -178,7 +183,15 @@ def test_the_module_prints_its_help_without_the_optional_packages() -> None:
 
 
 def test_every_argument_of_verify_reaches_the_case() -> None:
-    options = ["--layout=zigzag", "--world=3", "--segments=grid:2", "--dtype=fp64", "--gate=none", "--seed=5"]
+    options = [
+        "--layout=zigzag",
+        "--world=3",
+        "--segments=grid:2",
+        "--backend=torch",
+        "--dtype=fp64",
+        "--gate=none",
+        "--seed=5",
+    ]
     case = verify.make_case(main.build_parser().parse_args([*VERIFY, *options]))
     assert dataclasses.asdict(case) == {
         "cu_seqlens": (0, 37, 88, 128),
@@ -188,6 +201,8 @@ def test_every_argument_of_verify_reaches_the_case() -> None:
         "heads": (1, 2),
         "head_dims": (16, 16),
         "segments": "grid:2",
+        "device": "cpu",
+        "backend": "torch",
         "dtype": "fp64",
         "gate": "none",
         "seed": 5,

@@ -39,6 +39,14 @@ def positive(text: str) -> int:
     return values[0]
 
 
+def require_gpu(otherwise: str) -> None:
+    """Raise BadInput unless torch sees a GPU; ``otherwise``: what --device takes without one."""
+    import torch
+
+    if torch.cuda.device_count() == 0:
+        raise BadInput(f"--device: got cuda, but torch sees no GPU here; expected {otherwise}")
+
+
 def require_packages(command: str, *names: str) -> None:
     """Raise BadInput unless the optional packages are installed."""
     missing = [name for name in names if importlib.util.find_spec(name) is None]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cp_gdn.cli.arguments import EXCHANGES, LAYOUTS, BadInput, positive, require_packages
+from cp_gdn.cli.arguments import EXCHANGES, LAYOUTS, positive, require_gpu, require_packages
 
 SUMMARY = "train a byte-level model on the Python library's sources with its sequence split over ranks, and on one rank"
 NUM_TOKENS = 2048
@@ -76,9 +76,11 @@ def run(args: argparse.Namespace) -> int:
 def _runs(args: argparse.Namespace) -> tuple[Run, Run]:
     import torch
 
+    from cp_gdn.cli.ranks import group_backend
+
     num_gpus = torch.cuda.device_count()
-    if args.device == "cuda" and num_gpus == 0:
-        raise BadInput("--device: got cuda, but torch sees no GPU here; expected auto or cpu")
+    if args.device == "cuda":
+        require_gpu("auto or cpu")
     device = args.device if args.device != "auto" else ("cuda" if num_gpus else "cpu")
     world = args.world or max(2, num_gpus)
     arguments = []
@@ -87,8 +89,8 @@ def _runs(args: argparse.Namespace) -> tuple[Run, Run]:
     arguments += ["--tokens", str(NUM_TOKENS), "--device", device]
 
     def make(ranks: int) -> Run:
-        backend = "nccl" if device == "cuda" and ranks <= num_gpus else "gloo"
-        return Run(world=ranks, device=device, arguments=(*arguments, "--backend", backend), out=args.out)
+        group = ("--backend", group_backend(device, ranks))
+        return Run(world=ranks, device=device, arguments=(*arguments, *group), out=args.out)
 
     return make(world), make(1)
 

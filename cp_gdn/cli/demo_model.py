@@ -12,6 +12,8 @@ HIDDEN = 96
 NUM_BLOCKS = 2
 HEADS = (2, 4)
 HEAD_DIMS = (32, 32)
+GPU_HEAD_DIMS = (128, 128)
+"""What the kernels take."""
 
 
 class SwiGLU(nn.Module):
@@ -26,10 +28,10 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, hidden: int) -> None:
+    def __init__(self, hidden: int, head_dims: tuple[int, int]) -> None:
         super().__init__()
         self.mixer_norm, self.mlp_norm = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
-        self.mixer = GatedDeltaNet(hidden, heads=HEADS, head_dims=HEAD_DIMS)
+        self.mixer = GatedDeltaNet(hidden, heads=HEADS, head_dims=head_dims)
         self.mlp = SwiGLU(hidden)
 
     def forward(self, x: Tensor, ctx: Context) -> Tensor:
@@ -38,12 +40,16 @@ class Block(nn.Module):
 
 
 class ByteModel(nn.Module):
-    """ids [1, T] of this rank's tokens -> logits [1, T, 256]; only the mixers look at other tokens, through `ctx`."""
+    """ids [1, T] of this rank's tokens -> fp32 logits [1, T, 256]; only the mixers look at other tokens, through `ctx`.
 
-    def __init__(self) -> None:
+    Parameters are fp32. ``dtype`` is what the mixers compute in; bf16 is autocast's.
+    """
+
+    def __init__(self, head_dims: tuple[int, int] = HEAD_DIMS, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
+        self.head_dims, self.dtype = head_dims, dtype
         self.embedding = nn.Embedding(NUM_BYTES, HIDDEN)
-        self.blocks = nn.ModuleList(Block(HIDDEN) for _ in range(NUM_BLOCKS))
+        self.blocks = nn.ModuleList(Block(HIDDEN, head_dims) for _ in range(NUM_BLOCKS))
         self.norm = nn.RMSNorm(HIDDEN)
         self.head = nn.Linear(HIDDEN, NUM_BYTES, bias=False)
 
@@ -55,13 +61,16 @@ class ByteModel(nn.Module):
         return block.mixer.conv
 
     def forward(self, ids: Tensor, ctx: Context) -> Tensor:
-        x = self.embedding(ids)
-        for block in self.blocks:
-            x = block(x, ctx)
-        return self.head(self.norm(x))
+        with torch.autocast(ids.device.type, self.dtype, enabled=self.dtype != torch.float32):
+            x = self.embedding(ids)
+            for block in self.blocks:
+                x = block(x, ctx)
+            return self.head(self.norm(x)).float()
 
 
 def build_model(seed: int, device: torch.device) -> ByteModel:
-    """The same parameters on every rank and for every world size: drawn on the CPU from the seed."""
+    """The same parameters on every rank and for every world size: drawn on the CPU from the seed. On a GPU the mixers
+    fit the kernels."""
     torch.manual_seed(seed)
-    return ByteModel().to(device)
+    model = ByteModel(GPU_HEAD_DIMS, torch.bfloat16) if device.type == "cuda" else ByteModel()
+    return model.to(device)

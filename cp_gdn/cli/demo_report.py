@@ -37,7 +37,7 @@ def _print_line(console: Console, title: str, row: Row, steps: int) -> None:
 
 
 def print_summary(rows: dict[str, list[Row]], out: Path) -> None:
-    """Both loss columns side by side, their largest difference over all steps, and where the files are."""
+    """Both loss columns side by side, how far they are apart, the backends that ran, and where the files are."""
     (split_name, split), (single_name, single) = rows.items()
     differences = [abs(a["loss"] - b["loss"]) for a, b in zip(split, single, strict=True)]
     table = Table(title="Training loss")
@@ -49,10 +49,25 @@ def print_summary(rows: dict[str, list[Row]], out: Path) -> None:
     console = Console()
     console.print(table)
     rates = (f"{name}: {statistics.median(row['tokens_per_s'] for row in each):,.0f}" for name, each in rows.items())
-    worst = max(range(len(differences)), key=differences.__getitem__)
-    console.print(f"largest difference: {differences[worst]:.1e} (step {worst})", highlight=False)
-    console.print(f"median tokens/s: {', '.join(rates)}", highlight=False)
+    lines = [*_apart(differences, split[0]["dtype"]), f"median tokens/s: {', '.join(rates)}"]
+    lines += [f"{name}: {_backends(each)}" for name, each in rows.items()]
+    console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
     console.print(f"results in {out.resolve()}", highlight=False, soft_wrap=True)
+
+
+def _apart(differences: list[float], dtype: str) -> list[str]:
+    worst = max(range(len(differences)), key=differences.__getitem__)
+    line = f"largest difference: {differences[worst]:.1e} (step {worst})"
+    if dtype == "fp32":
+        return [line]
+    # Step 0 is the forward alone, on the same parameters; later steps add up what sums in another order round away.
+    line += f"; {differences[0]:.1e} at step 0, before any update"
+    return [line, f"in {dtype} other cuts round other numbers: the two runs are close, not equal"]
+
+
+def _backends(each: list[Row]) -> str:
+    """A run has a context, and so a choice, per pack."""
+    return ", ".join(dict.fromkeys(f"backend={row['backend']} ({row['backend_reason']})" for row in each))
 
 
 def _spread(count: int) -> list[int]:

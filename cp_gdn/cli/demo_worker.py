@@ -15,10 +15,12 @@ from torch.nn import functional as F
 import cp_gdn
 from cp_gdn.cli.arguments import EXCHANGES, LAYOUTS
 from cp_gdn.cli.demo_data import Pack, packs
-from cp_gdn.cli.demo_model import HEAD_DIMS, HEADS, ByteModel, build_model
+from cp_gdn.cli.demo_model import HEADS, ByteModel, build_model
+from cp_gdn.cli.ranks import start_group
 from cp_gdn.loss import global_mean
 
 IGNORED = -100
+DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 LEARNING_RATE = 4e-3
 WARMUP_STEPS = 10
 MAX_GRAD_NORM = 1.0
@@ -36,16 +38,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def start_group(args: argparse.Namespace) -> torch.device:
-    if args.device == "cpu":
-        dist.init_process_group(args.backend)
-        return torch.device("cpu")
-    device = torch.device("cuda", dist.get_node_local_rank() % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    dist.init_process_group(args.backend, device_id=device if args.backend == "nccl" else None)
-    return device
-
-
 def make_context(pack: Pack, comm: cp_gdn.Comm, model: ByteModel, args: argparse.Namespace) -> cp_gdn.Context:
     part = cp_gdn.partition(pack.cu_seqlens, comm.size, layout=args.layout)
     return cp_gdn.build_context(
@@ -53,8 +45,8 @@ def make_context(pack: Pack, comm: cp_gdn.Comm, model: ByteModel, args: argparse
         comm,
         device=next(model.parameters()).device,
         heads=HEADS,
-        head_dims=HEAD_DIMS,
-        dtype=torch.float32,
+        head_dims=model.head_dims,
+        dtype=model.dtype,
         conv=model.conv,
         exchange=args.exchange,
     )
@@ -97,7 +89,8 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
         nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
         optimizer.step()
         schedule.step()
-        row = {"step": step, "loss": loss.item(), "documents": len(pack.cu_seqlens) - 1}
+        row: dict[str, object] = {"step": step, "loss": loss.item(), "documents": len(pack.cu_seqlens) - 1}
+        row |= {"dtype": DTYPE_NAMES[model.dtype], "backend": ctx.taken.kind, "backend_reason": ctx.taken.reason}
         row["tokens_per_s"] = round(args.tokens / (time.perf_counter() - start), 1)
         if comm.rank == 0:
             print(json.dumps(row), flush=True)
@@ -106,7 +99,7 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    device = start_group(args)
+    device = start_group(args.backend, args.device, dist.get_node_local_rank())
     train(args, device)
     dist.destroy_process_group()
     return 0

@@ -4,6 +4,7 @@ import dataclasses
 import json
 from typing import TYPE_CHECKING
 
+from cp_gdn.backends.choice import BackendChoice
 from cp_gdn.cli.verify_case import Case
 from cp_gdn.cli.verify_compare import Check, Row
 
@@ -11,17 +12,24 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-def print_json(case: Case, rows: list[Row]) -> None:
-    passed = all(row.passed for row in rows)
-    print(json.dumps({"case": dataclasses.asdict(case), "passed": passed, "rows": [row.as_json() for row in rows]}))
+def print_json(case: Case, backend: BackendChoice, rows: list[Row]) -> None:
+    outcome = {
+        "case": dataclasses.asdict(case),
+        "backend": backend.kind,
+        "backend_reason": backend.reason,
+        "passed": all(row.passed for row in rows),
+        "rows": [row.as_json() for row in rows],
+    }
+    print(json.dumps(outcome))
 
 
-def print_table(case: Case, rows: list[Row]) -> None:
+def print_table(case: Case, backend: BackendChoice, rows: list[Row]) -> None:
     from rich.console import Console
     from rich.table import Table
 
     console = Console()
     console.print(_title(case), highlight=False, soft_wrap=True)
+    console.print(f"{case.device}, backend={backend.kind} ({backend.reason})", highlight=False, markup=False)
     table = Table()
     table.add_column("tensor")
     for kind in rows[0].checks:
@@ -46,9 +54,9 @@ def _cell(check: Check) -> str:
     if check.kind == "bits":
         return "same bits" if check.passed else "[red]bits differ[/red]"
     return (
-        f"{check.error:.1e} <= {check.limit:.0e}"
+        f"{check.error:.1e} <= {check.limit:.1e}"
         if check.passed
-        else f"[red]{check.error:.1e} > {check.limit:.0e}[/red]"
+        else f"[red]{check.error:.1e} > {check.limit:.1e}[/red]"
     )
 
 

@@ -1,4 +1,4 @@
-"""Runs a case as real processes over gloo, as the twin in this process, and on one rank."""
+"""Runs a case as real processes, as the twin in this process, and on one rank."""
 
 import functools
 import tempfile
@@ -10,12 +10,13 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessContext, ProcessException, spawn
 
 import cp_gdn
-from cp_gdn.cli.verify_case import Case, Results, run_rank
+from cp_gdn.cli.ranks import group_backend, start_group
+from cp_gdn.cli.verify_case import Case, RankResults, run_rank
 
 EXCHANGES = ("ring", "a2a")
 DEADLINE_S = 300.0
 
-WorldResults = dict[str, list[Results]]
+WorldResults = dict[str, list[RankResults]]
 """Per exchange the results of every rank."""
 
 
@@ -28,13 +29,15 @@ def run_processes(case: Case) -> WorldResults:
     with tempfile.TemporaryDirectory(prefix="cp_gdn-verify-") as folder:
         spawned = spawn(_rank_main, args=(case, folder), nprocs=case.world, join=False)
         _join(spawned)
-        ranks = [torch.load(Path(folder, f"rank{rank}.pt")) for rank in range(case.world)]
+        # Files that these ranks wrote into a folder of their own, so classes of this package may be in them.
+        ranks = [torch.load(Path(folder, f"rank{rank}.pt"), weights_only=False) for rank in range(case.world)]
     return {exchange: [results[exchange] for results in ranks] for exchange in EXCHANGES}
 
 
 def _rank_main(rank: int, case: Case, folder: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=case.world)
+    store = {"init_method": f"file://{folder}/store", "rank": rank, "world_size": case.world}
+    start_group(group_backend(case.device, case.world), case.device, rank, **store)
     comm = cp_gdn.Comm()
     results = {exchange: run_rank(case, comm, exchange) for exchange in EXCHANGES}
     torch.save(results, Path(folder, f"rank{rank}.pt"))
@@ -61,12 +64,12 @@ def run_twin(case: Case) -> WorldResults:
     return {name: cp_gdn.twin(case.world, functools.partial(run_rank, case, exchange=name)) for name in EXCHANGES}
 
 
-def run_one_rank(case: Case) -> Results:
+def run_one_rank(case: Case) -> RankResults:
     """The whole pack on one rank."""
     return cp_gdn.twin(1, lambda comm: run_rank(case, comm, "auto"))[0]
 
 
 def check_case(case: Case) -> None:
-    """Plan the case without running it: raises the ValueError that the plan raises."""
+    """Plan the case without running it, and compile its kernels: raises what `build_context` raises."""
     for exchange in EXCHANGES:
         cp_gdn.twin(case.world, functools.partial(case.context, exchange=exchange))
