@@ -6,7 +6,8 @@
     python bench/plan_time.py --cuda ...
 
 `--tables`: those of the torch backend, those of the Hopper kernels, or a row for each. `--cuda` prepares for a GPU,
-idle and behind 100 ms of queued work, and gives the ratio of the two medians.
+and again behind 100 ms of queued work and after that work is done, and gives the ratio of the two medians: in both the
+host has stood still for as long, which alone makes it slower than in a loop.
 
 Every repeat starts from a list of boundaries. The agreement through the store is not in it: it waits for the slowest
 rank. `--scale` adds 5,000 documents and W = 1024 with 64 M tokens in 10,000 documents. Tables with an entry per token
@@ -150,9 +151,10 @@ def row(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     for stage in STAGES:
         found |= _figures(stage, [1e6 * seconds[stage] for seconds in runs])
     if args.cuda:
-        busy = [prepare_behind_work(case, bounds, how) for _ in range(args.repeats)]
-        found |= _figures("busy_total", [1e6 * seconds for seconds in busy])
-        found["busy_ratio"] = round(found["busy_total_us"] / found["total_us"], 3)
+        for name, done in (("idle", True), ("busy", False)):
+            spent = [prepare_beside_work(case, bounds, how, done=done) for _ in range(args.repeats)]
+            found |= _figures(f"{name}_total", [1e6 * seconds for seconds in spent])
+        found["busy_ratio"] = round(found["busy_total_us"] / found["idle_total_us"], 3)
     return found
 
 
@@ -160,10 +162,12 @@ def _figures(name: str, us: list[float]) -> dict[str, Any]:
     return {f"{name}_us": round(statistics.median(us), 1), f"{name}_us_spread": [round(min(us), 1), round(max(us), 1)]}
 
 
-def prepare_behind_work(case: Case, bounds: list[int], how: How) -> float:
-    """Seconds of host time while the GPU has 100 ms of work queued."""
+def prepare_beside_work(case: Case, bounds: list[int], how: How, *, done: bool) -> float:
+    """Seconds of host time while the GPU has 100 ms of work queued, or right after it is ``done``."""
     torch.cuda.synchronize()
     torch.cuda._sleep(SLEEP_100_MS)
+    if done:
+        torch.cuda.synchronize()
     seconds = prepare(case, bounds, how)[1]["total"]
     torch.cuda.synchronize()
     return seconds
@@ -185,7 +189,9 @@ def print_row(found: dict[str, Any]) -> None:
     times = "".join(f"{found[f'{stage}_us']:12.0f}" for stage in STAGES)
     shape = f"{found['world']:5} {found['layout']:19} {found['heads']:>5} {found['documents']:9} {found['exchange']:>5}"
     shape += f" {found['tables']:>7}"
-    busy = f"  busy {found['busy_total_us']:.0f}, x {found['busy_ratio']}" if "busy_ratio" in found else ""
+    busy = ""
+    if "busy_ratio" in found:
+        busy = f"  idle {found['idle_total_us']:.0f}, busy {found['busy_total_us']:.0f}, x {found['busy_ratio']}"
     print(
         f"{shape} {found['p']:3}{times}  {found['total_us_spread'][0]:8.0f} to {found['total_us_spread'][1]:.0f}{busy}"
     )
