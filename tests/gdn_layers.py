@@ -86,7 +86,7 @@ class StandIn(nn.Module):
     def __init__(self, *, gate: bool = True, bias: bool = False, allow_neg_eigval: bool = False) -> None:
         super().__init__()
         (self.num_heads, self.num_v_heads), (self.head_k_dim, self.head_v_dim) = HEADS, HEAD_DIMS
-        self.allow_neg_eigval = allow_neg_eigval
+        self.use_gate, self.allow_neg_eigval = gate, allow_neg_eigval
         widths = {"q": HEADS[0] * HEAD_DIMS[0], "k": HEADS[0] * HEAD_DIMS[0], "v": HEADS[1] * HEAD_DIMS[1]}
         for name, width in (widths | {"a": HEADS[1], "b": HEADS[1]}).items():
             self.add_module(f"{name}_proj", nn.Linear(HIDDEN, width, bias=bias))
@@ -114,6 +114,18 @@ class StandIn(nn.Module):
         o, _ = gated_delta_rule(q, k, v.unflatten(-1, (HEADS[1], -1)), g, beta, [0, len(x)], use_qk_l2norm=True)
         gate = (self.g_proj(x).unflatten(-1, (HEADS[1], -1)),) if hasattr(self, "g_proj") else ()
         return self.o_proj(self.o_norm(o, *gate).flatten(-2))
+
+
+class Adapted(nn.Module):
+    """A linear under a low-rank adapter; it offers no weight."""
+
+    def __init__(self, base: Any) -> None:
+        super().__init__()
+        self.base_layer = base
+        self.down, self.up = nn.Linear(base.in_features, 3, bias=False), nn.Linear(3, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + self.up(self.down(x))
 
 
 STAND_INS: dict[str, dict[str, bool]] = {
@@ -154,7 +166,7 @@ def randomize(model: nn.Module) -> None:
 # ---- batches and outcomes --------------------------------------------------------------------------------------------
 
 Outcome = dict[str, Tensor]
-"""y and dx of the whole batch, and the gradient of every parameter by its name."""
+"""y and dx of the whole batch, and the gradient of every trained parameter by its name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,9 +237,9 @@ def whole(layer: nn.Module, batch: Batch) -> Outcome:
 
 
 def outcome(layer: nn.Module, x: Tensor, y: Tensor, dy: Tensor) -> Outcome:
-    names = [name for name, _ in layer.named_parameters()]
-    grads = torch.autograd.grad(y, [x, *layer.parameters()], dy)
-    return {"y": y.detach()} | dict(zip(["dx", *names], grads, strict=True))
+    trained = {name: parameter for name, parameter in layer.named_parameters() if parameter.requires_grad}
+    grads = torch.autograd.grad(y, [x, *trained.values()], dy)
+    return {"y": y.detach()} | dict(zip(["dx", *trained], grads, strict=True))
 
 
 def on_rank(comm: Comm, layer: nn.Module, batch: Batch, **options: Any) -> tuple[Tensor, Outcome]:

@@ -52,7 +52,12 @@ WORDS: dict[str, tuple[dict[str, Any], list[tuple[str, int, Shape | None]], list
             ("linear_attention", 3, Shape(heads=(6, 6), head_dims=(256, 512), conv=(6144, 4))),
             ("full_attention", 1, None),
         ],
-        [],
+        ["full_attention"],
+    ),
+    "flash-linear-attention without a convolution": (
+        {"model_type": "gated_deltanet", "num_hidden_layers": 2, "use_short_conv": False},
+        [("linear_attention", 2, None)],
+        ["linear_attention"],
     ),
     "a sliding window": (
         {"model_type": "olmo_hybrid", "layer_types": ["linear_attention", "sliding_attention"], **QWEN_WORDS},
@@ -93,6 +98,14 @@ def test_without_transformers_a_local_config_is_believed(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert examined(str(tmp_path / "config.json" if as_file else tmp_path)) == (kinds, stops)
+
+
+def test_a_config_that_transformers_does_not_know_of_is_flash_linear_attentions_all_the_same(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    config = {"model_type": "gated_deltanet", "num_hidden_layers": 4, "num_heads": 6, "head_dim": 256, "expand_v": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shape = Shape(heads=(6, 6), head_dims=(256, 512), conv=(6144, 4))
+    assert examined(str(tmp_path)) == ([("linear_attention", 4, shape)], [])
 
 
 BAD_CONFIGS = {

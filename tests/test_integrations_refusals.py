@@ -71,10 +71,17 @@ def test_parts_that_the_structure_or_the_config_shows_as_unknown_are_refused() -
     counted.config = type("Config", (), {"layer_types": ["linear_attention"] * 3})()
     other = make_layer("fla")
     other.k_conv1d.activation = "gelu"
+    unmarked, mixed, doubled = (make_layer("fla") for _ in range(3))
+    del unmarked.use_gate
+    mixed = nn.Sequential(mixed, nn.ModuleDict({"q_proj": nn.Linear(4, 4), "k_proj": nn.Linear(4, 4)}))
+    doubled.num_heads *= 2
     cases = [
+        (unmarked, NotImplementedError, "like Gated DeltaNet, but no such layer that cp_gdn knows"),
+        (mixed, NotImplementedError, "ModuleDict at 1: attention or a recurrence of k_proj, q_proj"),
         (comba, NotImplementedError, "gated recurrence, with A_log, D, dt_bias"),
         (plain, ValueError, "Sequential has no Gated DeltaNet layer"),
         (counted, NotImplementedError, "3 of linear_attention, but 1 Gated DeltaNet layers were found"),
+        (doubled, NotImplementedError, r"convolutions of \[32, 32, 96\] channels; expected .* \[64, 64, 96\]"),
         (other, NotImplementedError, r"activation \['gelu', 'silu'\]; expected silu"),
     ]
     for model, error, message in cases:
@@ -84,9 +91,11 @@ def test_parts_that_the_structure_or_the_config_shows_as_unknown_are_refused() -
                 take_over(copy.deepcopy(model), comm)
 
         twin(2, on)
-    for model, error, message in cases[:3]:
+    for model, error, message in cases:
         with pytest.raises(error, match=message):
             parallelize_plan(model)
+    mixed[1].is_causal = True  # somebody sees to it
+    assert list(parallelize_plan(mixed)) == ["0"]
 
 
 CALLS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from cp_gdn import Comm, Options, twin
 from cp_gdn.integrations.families import family_of
@@ -22,6 +22,7 @@ from tests.gdn_layers import (
     BATCHES,
     CLASSES,
     STAND_INS,
+    Adapted,
     StandIn,
     alone,
     config_of,
@@ -142,18 +143,6 @@ def test_weights_may_come_after_the_take_over_from_the_meta_device() -> None:
     assert torch.equal(run(empty, seat, x), run(layer, alone(layer).seat, x))
 
 
-class Adapted(nn.Module):
-    """A linear under a low-rank adapter; it offers no weight."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base_layer = base
-        self.down, self.up = nn.Linear(base.in_features, 3, bias=False), nn.Linear(3, base.out_features, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base_layer(x) + self.up(self.down(x))
-
-
 @pytest.mark.parametrize("kind", [kind for kind in LAYERS if kind not in list(STAND_INS)[1:]])
 def test_wrapped_linears_are_called_and_get_gradients(kind: str) -> None:
     layer, batch = make_layer(kind), BATCHES["packed"]
@@ -177,6 +166,22 @@ def test_a_model_says_that_it_supports_context_parallelism_as_long_as_all_layers
     assert model.supports_context_parallel
     takeover.disable()
     assert not getattr(model, "supports_context_parallel", False)
+
+
+@needs_transformers
+def test_a_model_that_would_shift_its_labels_itself_takes_those_that_were_shifted_on_the_whole_batch() -> None:
+    model, ids = tiny_model(), torch.randint(64, (2, 32), generator=torch.Generator().manual_seed(1))
+    seat = alone(model).seat
+    given = {"labels": ids, "shift_labels": ids.roll(-1, 1).clamp(max=50), "num_items_in_batch": torch.tensor(40)}
+    with seat.hold(seat.rows(*ids.shape)):
+        want = model(ids, **given)
+        model.criterion = None  # the mark of flash-linear-attention's models
+        got = model(ids, **given)
+        assert torch.equal(got.loss, want.loss)
+        assert torch.equal(got.logits, want.logits)
+        for changes in ({"shift_labels": None}, {"return_dict": False}):
+            with pytest.raises(NotImplementedError, match="shifts labels itself"):
+                model(ids, **given | changes)
 
 
 @needs_transformers

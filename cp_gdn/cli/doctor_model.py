@@ -4,6 +4,7 @@ With transformers the model is built without memory (on the meta device) and its
 when a run takes them over. Without, a local config.json is read and its words are believed.
 """
 
+import importlib
 import importlib.util
 import json
 from collections import Counter
@@ -15,9 +16,12 @@ from typing import Any
 from cp_gdn.cli.arguments import BadInput
 from cp_gdn.cli.doctor_traps import STOPS, Finding
 
+FLA = "gated_deltanet"
+"""model_type of flash-linear-attention's, which transformers does not know by itself."""
+
 FAMILIES = (
     "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "olmo_hybrid", "lara_mini",
-    "qwen4_exp", "qwen4_exp_text", "gated_deltanet",
+    "qwen4_exp", "qwen4_exp_text", FLA,
 )  # fmt: skip
 """model_type of those whose linear_attention layers are Gated DeltaNet; only asked where transformers is not there."""
 
@@ -54,7 +58,7 @@ def examine(name: str) -> tuple[str, list[Kind]]:
     Raises:
         BadInput: the config cannot be found or read.
     """
-    if importlib.util.find_spec("transformers") is not None:
+    if importlib.util.find_spec("transformers") is not None and not _for_words_alone(name):
         config = _config_of_transformers(name)
         values, kinds = config.to_dict(), by_structure(config)
     else:
@@ -64,6 +68,18 @@ def examine(name: str) -> tuple[str, list[Kind]]:
     if values.get("vision_config") or values.get("audio_config"):
         kinds = [*kinds, Kind(kind="images", layers=0, happens=MEDIA)]
     return str(values.get("model_type")), kinds
+
+
+def _for_words_alone(name: str) -> bool:
+    """Whether a config is flash-linear-attention's, and the library is not there to tell transformers of it."""
+    path = Path(name) if name.endswith(".json") else Path(name, "config.json")
+    if not path.is_file() or _config_of_file(name).get("model_type") != FLA:
+        return False
+    try:
+        importlib.import_module("fla.models")
+    except Exception:  # it is not installed, or the compiler of its kernels is not
+        return True
+    return False
 
 
 def _config_of_transformers(name: str) -> Any:
@@ -149,9 +165,9 @@ def by_words(config: Mapping[str, Any]) -> list[Kind]:
     types = _layer_types(config, model_type)
     kinds = []
     for kind, count in types.items():
-        if kind == "full_attention":
+        if kind == "full_attention" and model_type != FLA:
             kinds.append(Kind(kind=kind, layers=count, happens=SOFTMAX))
-        elif kind == "linear_attention" and model_type in FAMILIES:
+        elif kind == "linear_attention" and model_type in FAMILIES and config.get("use_short_conv", True):
             kinds.append(_taken(model_type, count, _shape_by_words(config)))
         else:
             kinds.append(_refused(kind, count))
@@ -163,7 +179,7 @@ def _layer_types(config: Mapping[str, Any], model_type: str) -> Counter[str]:
     if given:
         return Counter(map(str, given))
     layers = int(config.get("num_hidden_layers") or 0)
-    if model_type == "gated_deltanet":
+    if model_type == FLA:
         softmax = len((config.get("attn") or {}).get("layers", ()))
     elif model_type in FAMILIES:
         softmax = layers // int(config.get("full_attention_interval") or 4)

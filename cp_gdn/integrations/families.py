@@ -37,20 +37,24 @@ class Family:
 
     Attributes:
         name: for logs and errors. parts: submodules with parameters that a layer of the family has, exactly.
-        optional: those that it may have. convs: the convolutions over q | k | v, in the order of their channels.
-        norm, out: the norm of a value head and the output projection. project: the input projections.
+        optional: those that it may have. marks: attributes that tell it from other kinds made of the same parts.
+        convs: the convolutions over q | k | v, in the order of their channels. norm, out: the norm of a value head and
+            the output projection. project: the input projections.
         returns_tuple: forward returns (output, None, cache). drops_padding: the original takes padding out first.
+        wide_beta: the original has beta in fp32, not in the dtype of b.
     """
 
     name: str
     parts: frozenset[str]
     optional: frozenset[str] = frozenset()
+    marks: frozenset[str] = frozenset()
     convs: tuple[str, ...] = ("conv1d",)
     norm: str
     out: str
     project: Callable[[nn.Module, Tensor], Projections]
     returns_tuple: bool = False
     drops_padding: bool = False
+    wide_beta: bool = False
 
 
 def _project_qkvz(layer: Any, hidden: Tensor) -> Projections:
@@ -102,12 +106,14 @@ FAMILIES = (
         name="fla",
         parts=_APART | set(_THREE_CONVS),
         optional=frozenset({"g_proj"}),
+        marks=frozenset({"use_gate"}),  # its GatedDeltaProduct and Comba have use_output_gate
         convs=_THREE_CONVS,
         norm="o_norm",
         out="o_proj",
         project=_project_apart,
         returns_tuple=True,
         drops_padding=True,
+        wide_beta=True,
     ),
 )
 
@@ -135,7 +141,7 @@ def family_of(layer: Any) -> Family | None:
         return None
     parts = parts_of(layer)
     for family in FAMILIES:
-        if family.parts <= parts <= family.parts | family.optional:
+        if family.parts <= parts <= family.parts | family.optional and all(hasattr(layer, m) for m in family.marks):
             _check_settings(layer, family)
             return family
     return None
@@ -143,11 +149,15 @@ def family_of(layer: Any) -> Family | None:
 
 def layer_shape(layer: Any, family: Family, dtype: torch.dtype | None) -> LayerShape:
     """What a layer wants of a context, from its head counts and its convolution; dtype None: the convolution's."""
-    num_heads = getattr(layer, "num_k_heads", None) or layer.num_heads
-    heads = (num_heads, getattr(layer, "num_v_heads", None) or num_heads)
     weights = [getattr(layer, name).weight for name in family.convs]
     conv = (sum(weight.shape[0] for weight in weights), weights[0].shape[-1])
-    return LayerShape(heads, (layer.head_k_dim, layer.head_v_dim), conv, dtype or weights[0].dtype)
+    return LayerShape(_heads(layer), (layer.head_k_dim, layer.head_v_dim), conv, dtype or weights[0].dtype)
+
+
+def _heads(layer: Any) -> tuple[int, int]:
+    """(H, HV); one name or the other says them."""
+    num_heads = getattr(layer, "num_k_heads", None) or layer.num_heads
+    return num_heads, getattr(layer, "num_v_heads", None) or num_heads
 
 
 def conv_parameters(layer: Any, family: Family) -> tuple[Tensor, Tensor | None]:
@@ -190,4 +200,11 @@ def _check_settings(layer: Any, family: Family) -> None:
     if len(widths) > 1:
         raise NotImplementedError(
             f"cp_gdn: {type(layer).__name__} has convolutions of widths {sorted(widths)}; expected one width"
+        )
+    (heads, value_heads), key_dim, value_dim = _heads(layer), layer.head_k_dim, layer.head_v_dim
+    wanted = [heads * key_dim, heads * key_dim, value_heads * value_dim]
+    channels = [conv.weight.shape[0] for conv in convs]
+    if channels != (wanted if len(convs) > 1 else [sum(wanted)]):
+        raise NotImplementedError(
+            f"cp_gdn: {type(layer).__name__} has convolutions of {channels} channels; expected q | k | v of {wanted}"
         )

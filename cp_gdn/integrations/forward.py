@@ -70,7 +70,7 @@ def _mix(layer: Any, family: Family, seat: Seat, pack: Pack, x: Projections) -> 
     handle = handle_here(ctx)
     qkv = causal_conv1d(_packed(x.qkv), weight, bias, ctx=ctx, activation="silu", recompute=handle)
     q, k, v = packed_qkv_views(qkv, ctx.heads, ctx.head_dims)
-    g, beta = _gates(layer, x, ctx)
+    g, beta = _gates(layer, family, x, ctx)
     o, _ = chunk_gated_delta_rule(q, k, v, g, beta, ctx=ctx, use_qk_l2norm_in_kernel=True, recompute=handle)
     heads = o.flatten(0, 2)
     norm = getattr(layer, family.norm)
@@ -79,12 +79,12 @@ def _mix(layer: Any, family: Family, seat: Seat, pack: Pack, x: Projections) -> 
     return _same_pack(y, pack)
 
 
-def _gates(layer: Any, x: Projections, ctx: Context) -> tuple[Tensor, Tensor]:
-    """g = -exp(A_log) softplus(a + dt_bias), fp32 or fp64, and beta in the dtype of b; [1, T, HV]."""
+def _gates(layer: Any, family: Family, x: Projections, ctx: Context) -> tuple[Tensor, Tensor]:
+    """g = -exp(A_log) softplus(a + dt_bias), fp32 or fp64, and beta in the original's dtype; [1, T, HV]."""
     wide = ctx.state_dtype
     a_log, dt_bias = (whole(getattr(layer, name), name).to(wide) for name in ("A_log", "dt_bias"))
     g = -torch.exp(a_log) * softplus(x.a.to(wide) + dt_bias)
-    beta = sigmoid(x.b)
+    beta = sigmoid(x.b.to(wide) if family.wide_beta else x.b)
     if getattr(layer, "allow_neg_eigval", False):
         beta = 2.0 * beta
     return _packed(g), _packed(beta if beta.dtype in (wide, ctx.dtype) else beta.to(wide))

@@ -18,6 +18,9 @@ _OWN = {
 }
 """Kinds told by a parameter or buffer of their own."""
 
+_MIXING = ({"q_proj"}, {"k_proj"}, {"f_proj", "i_proj"})
+"""Projections that attention and recurrences have and no layer of single tokens does."""
+
 _LAYER_TYPES = ("mamba", "mamba2", "recurrent", "conv", "hybrid", "hybrid_sliding")
 """Entries of a config's layer_types that are recurrences, or hold one."""
 
@@ -54,15 +57,27 @@ def _kind(module: nn.Module) -> str | None:
     kinds = [kind for name, kind in _OWN.items() if name in own]
     if kinds:
         return kinds[0]
-    convs = [name for name, child in module.named_children() if _is_causal_depthwise(child)]
-    return f"a short convolution ({', '.join(convs)})" if convs else None
+    if "dt_bias" in own:
+        return f"a state space layer (Mamba) with {', '.join(sorted(own))}"
+    children = dict(module.named_children())
+    convs = [name for name, child in children.items() if _is_causal_depthwise(child)]
+    if convs:
+        return f"a short convolution ({', '.join(convs)})"
+    if not hasattr(module, "is_causal") and any(names <= children.keys() for names in _MIXING):
+        return (
+            f"attention or a recurrence of {', '.join(sorted(name for name in children if name.endswith('_proj')))} "
+            "(if it is causal softmax attention that runs on sharded sequences, set is_causal = True on it)"
+        )
+    return None
 
 
 def _gated_kind(module: Any, own: frozenset[str]) -> str:
     if "dt_bias" in own and module.dt_bias.numel() != module.A_log.numel():
         return "Kimi Delta Attention (KDA), a gate per channel"
     if own == GATES and any(name.startswith(("in_proj_qkv", "q_proj")) for name in parts_of(module)):
-        return f"like Gated DeltaNet, but made of {', '.join(sorted(parts_of(module)))}"
+        return (
+            f"like Gated DeltaNet, but no such layer that cp_gdn knows, made of {', '.join(sorted(parts_of(module)))}"
+        )
     return f"a state space layer (Mamba) or another gated recurrence, with {', '.join(sorted(own))}"
 
 

@@ -89,6 +89,8 @@ def taken_model_class(base: Any) -> type[nn.Module]:
         if seat is not None and not seat.original:
             given = dict(zip(names, args, strict=False))
             _check_inputs(given | kwargs)
+            if hasattr(self, "criterion") and (given | kwargs).get("labels") is not None:
+                return _with_loss(self, base, given | kwargs)
             if "use_cache" in names and given.get("use_cache") is None and kwargs.get("use_cache") is None:
                 # Configs ask for a cache by default, in training too.
                 kwargs["use_cache"] = False
@@ -119,6 +121,28 @@ def _check_inputs(call: dict[str, Any]) -> None:
         raise ValueError(
             f"attention_mask: got shape {list(mask.shape)}, expected {list(ids.shape)} as input_ids; shard both"
         )
+
+
+def _with_loss(model: Any, base: Any, call: dict[str, Any]) -> Any:
+    """The output of a model that would shift its labels itself (flash-linear-attention's), on this rank's tokens alone.
+
+    Its loss is that of transformers, which takes labels that were shifted on the whole batch.
+    """
+    if call.get("shift_labels") is None or model.criterion is not None or call.get("return_dict") is False:
+        raise NotImplementedError(
+            f"cp_gdn: {type(model).__name__} shifts labels itself, on this rank's tokens alone; give it shift_labels, "
+            "which cp_gdn's shard makes, without a criterion and with return_dict, or compute the loss from its logits"
+        )
+    if getattr(model.config, "use_l2warp", False):
+        raise NotImplementedError("cp_gdn: use_l2warp does not run on sharded sequences; set it to False")
+    names = ("labels", "shift_labels", "num_items_in_batch", "logits_to_keep")
+    shifted, num_items = call["shift_labels"], call.get("num_items_in_batch")
+    rest = {name: value for name, value in call.items() if name not in names}
+    out = base.forward(model, **rest | {"use_cache": False, "return_dict": True})
+    out.loss = model.loss_function(
+        out.logits, labels=None, vocab_size=out.logits.shape[-1], shift_labels=shifted, num_items_in_batch=num_items
+    )
+    return out
 
 
 def _subclass(base: type[nn.Module], members: dict[str, Any]) -> type[nn.Module]:
