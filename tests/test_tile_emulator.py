@@ -15,7 +15,7 @@ from tests.gpu.tile_emulator import EXACT, FLOORS, Drawn, Roundings, drawn_error
 
 torch.set_num_threads(1)
 LENGTHS = [130, 62]
-KERNEL = Roundings.all_by(noisy(1, "cpu"))
+KERNEL = Roundings.drawn(1, "cpu")
 """A draw that is not among those of the budgets."""
 
 
@@ -34,7 +34,7 @@ def inputs(gate: str) -> dict[str, Tensor]:
 
 
 def budgets(x: dict[str, Tensor], want: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> dict[str, Drawn]:
-    monkeypatch.setattr(tile_emulator, "DRAWS", 16)
+    monkeypatch.setattr(tile_emulator, "DRAWS", 64)
     return drawn_errors(x, LENGTHS, want, FLOORS)
 
 
@@ -71,7 +71,7 @@ def test_a_right_kernel_is_within_its_budgets_and_faulty_ones_are_not(
     assert not refused(emulate(x, LENGTHS, KERNEL), want, drawn)
     coarse = noisy(2, "cpu", bits=7)
     faults = {
-        "squares of one bit less": replace(KERNEL, squares=coarse),
+        "squares of one bit less": replace(KERNEL, squares=coarse, t=coarse),
         "rows of one bit less": replace(KERNEL, rows=coarse),
         "states of one bit less": replace(KERNEL, states=coarse),
     }

@@ -22,9 +22,6 @@ pytestmark = [
 
 NEAR = 1e-3
 SEGMENTS = {192: 1, 4_096: 4, 65_536: 22}
-UNSTABLE = (0.99, 2.0)
-"""Near-equal keys, beta = 2 and no decay: tokens reflect the state, an error never shrinks; half of o is noise."""
-BEYOND = "0.45 of o at 65,536 tokens where the emulator has 0.36 and its budget 0.42 to 0.44; not understood"
 
 
 def committed(gate: str, tokens: int) -> dict[str, Any]:
@@ -43,12 +40,6 @@ def on_kernels(x: dict[str, Tensor], tokens: int) -> dict[str, Tensor]:
     grads = torch.autograd.grad([o, end], list(leaves.values()), [x["dout"], x["dend"]])
     found = {"o": o.detach(), "end": end.detach()}
     return found | dict(zip(("dq", "dk", "dv", "dg", "dbeta", "dstart"), grads, strict=True))
-
-
-def of_case(over: Tensor, case: tuple[float, float | None]) -> Tensor:
-    """Which entries of ``over``, one per q/k head or one per value head, have the case."""
-    each = torch.tensor([each == case for each in CASES], device="cuda")
-    return each.repeat_interleave(len(over) // len(CASES))
 
 
 def excess(gate: str, tokens: int) -> dict[str, Tensor]:
@@ -74,15 +65,4 @@ def excess(gate: str, tokens: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("gate", GATES)
 def test_errors_are_within_1e3_of_the_emulators(gate: str, tokens: int) -> None:
     for name, over in excess(gate, tokens).items():
-        kept = over if gate != "none" else over[~of_case(over, UNSTABLE)]
-        assert bool((kept <= 1).all()), f"{name}: {kept.tolist()}"
-
-
-@pytest.mark.parametrize(
-    "tokens",
-    [192, *(pytest.param(n, marks=pytest.mark.xfail(strict=True, reason=BEYOND)) for n in (4_096, 65_536))],
-)
-def test_errors_are_the_emulators_where_nothing_contracts(tokens: int) -> None:
-    for name, over in excess("none", tokens).items():
-        kept = over[of_case(over, UNSTABLE)]
-        assert bool((kept <= 1).all()), f"{name}: {kept.tolist()}"
+        assert bool((over <= 1).all()), f"{name}: {over.tolist()}"

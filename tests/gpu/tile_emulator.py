@@ -1,7 +1,8 @@
 """The kernels' arithmetic in fp64, rounded to bf16 exactly where they round: what an error budget is computed from.
 
-Rounded: operands of products (states, adjoints, T, P, W, Vn, dV, dP, N'), outputs of 16 bits. Not rounded:
-accumulators, gates, scans, Q K^T and K K^T. A head of its own per value head; documents one after the other.
+Rounded: operands of products (states, adjoints, T, P, W, Vn, dV, dP, N'), outputs of 16 bits, and N, which is fp16
+before it is made T. Not rounded: accumulators, gates, scans, Q K^T and K K^T. A head of its own per value head;
+documents one after the other.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -16,6 +17,10 @@ Round = Callable[[Tensor], Tensor]
 
 def exact(x: Tensor) -> Tensor:
     return x
+
+
+def bf16(x: Tensor) -> Tensor:
+    return x.bfloat16().double()
 
 
 def noisy(seed: int, device: torch.device | str = "cuda", bits: int = 8) -> Round:
@@ -36,21 +41,28 @@ def noisy(seed: int, device: torch.device | str = "cuda", bits: int = 8) -> Roun
 
 @dataclass(frozen=True, kw_only=True)
 class Roundings:
-    """Of token rows, of chunks' squares (T, P, dP, N'), of states as operands, and of states from chunk to chunk, which
-    no kernel rounds. All exact: `emulate` is an fp64 oracle."""
+    """Of token rows, of N, of T made of it, of other squares of a chunk (P, dP, N'), of states as operands, and of
+    states from chunk to chunk, which no kernel rounds. All exact: `emulate` is an fp64 oracle."""
 
     rows: Round
+    inverse: Round
+    t: Round
     squares: Round
     states: Round
     carried: Round = exact
 
     @classmethod
-    def all_by(cls, one: Round) -> "Roundings":
-        """Of the kernels, if ``one`` is `noisy`."""
-        return cls(rows=one, squares=one, states=one)
+    def drawn(cls, seed: int, device: torch.device | str = "cuda") -> "Roundings":
+        """Of the kernels, one draw.
+
+        T is rounded twice, to 11 bits and to 8. Where beta and the decay are powers of two, an eighth of the first
+        results lie halfway between two of the second ones and go to the even one: noise must come before the first.
+        """
+        one = noisy(seed, device)
+        return cls(rows=one, inverse=noisy(seed, device, bits=11), t=bf16, squares=one, states=one)
 
 
-EXACT = Roundings.all_by(exact)
+EXACT = Roundings(rows=exact, inverse=exact, t=exact, squares=exact, states=exact)
 FLOORS = dict.fromkeys(("o", "end", "dq", "dk", "dv", "dstart"), 5e-3) | {"dg": 8e-3, "dbeta": 8e-3}
 """Relative L2 per head against fp64 that is always allowed: bf16 operands cost 2.4e-3 to 4.9e-3."""
 FACTOR = 1.15
@@ -101,7 +113,7 @@ def drawn_errors(
     many = {name: x[name].repeat(1, at_once, *(1,) * (x[name].dim() - 2)) for name in READ}
     found: dict[str, list[Tensor]] = {name: [] for name in names}
     for seed in range(-(-DRAWS // at_once)):
-        drawn = emulate(many, lengths, Roundings.all_by(noisy(seed, x["v"].device)))
+        drawn = emulate(many, lengths, Roundings.drawn(seed, x["v"].device))
         for name, errors in found.items():
             each = drawn[name].unflatten(1, (at_once, want[name].shape[1])).unbind(1)
             errors += [head_errors(one, want[name]) for one in each]
@@ -168,7 +180,7 @@ def forward_chunk(x: dict[str, Tensor], rows: slice, state: Tensor, out: Tensor,
     decay = (scan[:, :, None] - scan[:, None]).clamp(max=0).exp().tril()
     kk = (k @ k.mT).tril(-1)
     n = torch.linalg.solve_triangular(torch.eye(kk.shape[-1], device=kk.device) + kk * beta[:, None], kk, upper=False)
-    t = to.squares(torch.diag_embed(beta) - beta[..., None] * n * decay * beta[:, None])
+    t = to.t(torch.diag_embed(beta) - beta[..., None] * to.inverse(n) * decay * beta[:, None])
     p = to.squares(scale * (q @ k.mT) * decay)
     stored = to.states(state)
     vn = t @ to.rows(v - gam[..., None] * (k @ stored))
