@@ -34,6 +34,8 @@ def run_items(segments: Segments, ids: Ints) -> Ints:
     ids = np.sort(ids)
     chunks = segments.num_chunks[ids]
     is_long = chunks >= RUN_CHUNKS
+    if is_long.all():
+        return longest_first(lone_items(segments, ids, 1))
     starts = np.ones(len(ids), dtype=bool)
     starts[1:] = (ids[1:] - ids[:-1] != 1) | is_long[1:] | is_long[:-1]
     before = chunks.cumsum() - chunks
