@@ -76,17 +76,17 @@ class Bench:
         return cp_gdn.build_context(part, comm, heads=shape.heads, exchange=exchange, **self.asked)
 
 
-def inputs(shape: Shape, world: int, device: torch.device) -> Tensors:
-    """q, k, v, g, beta and the gradient of o of the whole pack, the same on every rank: q and k normalised, the others
+def inputs(tokens: int, heads_of: tuple[int, int], gate: str, device: torch.device) -> Tensors:
+    """q, k, v, g, beta and the gradient of o of a whole pack, the same on every rank: q and k normalised, the others
     N(0, 1), beta sigmoid(N(0, 1))."""
-    gen, tokens, (heads, value_heads) = torch.Generator(device).manual_seed(0), shape.tokens * world, shape.heads
+    gen, (heads, value_heads) = torch.Generator(device).manual_seed(0), heads_of
 
     def normal(*dims: int) -> torch.Tensor:
         return torch.randn(tokens, *dims, generator=gen, device=device)
 
     q, k = (torch.nn.functional.normalize(normal(heads, DIM), dim=-1).bfloat16() for _ in range(2))
     v, dout = (normal(value_heads, DIM).bfloat16() for _ in range(2))
-    g = -torch.nn.functional.softplus(normal(value_heads) - 3) * (1e-4 if shape.gate == "slow" else 1)
+    g = -torch.nn.functional.softplus(normal(value_heads) - 3) * (1e-4 if gate == "slow" else 1)
     return [q, k, v, g, normal(value_heads).sigmoid(), dout]
 
 
@@ -125,7 +125,7 @@ def described(shape: Shape, world: int) -> dict[str, Any]:
 def scaling_rows(bench: Bench, shape: Shape) -> Iterator[dict[str, Any]]:
     """The layouts that are timed on the pack, over both exchanges; on one document also the peers."""
     world, device = bench.comm.size, bench.clock.device
-    whole = inputs(shape, world, device)
+    whole = inputs(shape.tokens * world, shape.heads, shape.gate, device)
     alone = bench.context(shape, "contiguous", "auto", cp_gdn.Comm.alone())
     one = both(bench, of_context(alone), [x.detach() for x in whole], largest=False)
     beside = {f"one_gpu_{name}": value for name, value in one.items()}
@@ -173,7 +173,7 @@ def peers(bench: Bench, shape: Shape, given: tuple[Tensors, torch.Tensor], one: 
 def exposed_rows(bench: Bench, shape: Shape, trace: Path | None) -> Iterator[dict[str, Any]]:
     """What is waited for in the messages of a pack whose documents are mostly whole."""
     world, shape = bench.comm.size, replace(shape, pack="independent documents")
-    whole = inputs(shape, world, bench.clock.device)
+    whole = inputs(shape.tokens * world, shape.heads, shape.gate, bench.clock.device)
     for exchange in EXCHANGES:
         ctx = bench.context(shape, "contiguous", exchange)
         fwd, step = calls(of_context(ctx), [x[ctx.token_ids] for x in whole])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,6 +47,12 @@ class Clock:
         found = torch.tensor(values, dtype=torch.float64, device=self.device)
         dist.all_reduce(found, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.MIN)
         return list(found.tolist())
+
+    def of_each_rank(self, value: float) -> list[float]:
+        mine = torch.tensor([value], dtype=torch.float64, device=self.device)
+        found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(found, mine)
+        return [float(x) for x in found]
 
     def single(self, call: Callable[[], Any], repeats: int) -> list[float]:
         """Milliseconds of this rank's calls, each from a start of all ranks; launches included."""
@@ -102,3 +110,33 @@ def timings(
         found[f"{name}_{kind}"] = round(statistics.median(times), 4)
         found[f"{name}_{kind}_spread"] = [round(min(times), 4), round(max(times), 4)]
     return {**found, f"{name}_peak_mib": round(peak)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turns:
+    """A B C C B A, ``groups`` times; a turn has ``repeats`` single calls and ``queued`` calls behind one another."""
+
+    groups: int
+    repeats: int
+    queued: int
+
+    def timings(
+        self, clock: Clock, ways: Mapping[str, tuple[Callable[[], Any], ...]], *, largest: bool = True
+    ) -> dict[str, dict[str, object]]:
+        """Of each way's forward and step what `timings` gives: medians of all calls, spreads of the turns' medians."""
+        times: dict[str, dict[str, list[list[float]]]] = {name: defaultdict(list) for name in ways}
+        for name in [*ways, *reversed(ways)] * self.groups:
+            for kind, call in zip(("fwd", "step"), ways[name], strict=True):
+                single, queued = clock.single(call, self.repeats), clock.queued(call, 1, self.queued)
+                times[name][f"{kind}_ms"].append(clock.over_ranks(single, largest=largest))
+                times[name][f"{kind}_queued_ms"].append(clock.over_ranks(queued, largest=largest))
+        return {name: self._summary(kinds) for name, kinds in times.items()}
+
+    @staticmethod
+    def _summary(kinds: Mapping[str, list[list[float]]]) -> dict[str, object]:
+        found: dict[str, object] = {}
+        for kind, turns in kinds.items():
+            medians = [statistics.median(turn) for turn in turns]
+            found[kind] = round(statistics.median(x for turn in turns for x in turn), 4)
+            found[f"{kind}_spread"] = [round(min(medians), 4), round(max(medians), 4)]
+        return found

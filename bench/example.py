@@ -1,10 +1,10 @@
-"""The plugin's example under `accelerate launch`, on two GPUs and on one: losses side by side, memory and tokens/s.
+"""The plugin's example under `accelerate launch`, on all GPUs and on fewer: losses side by side, memory and tokens/s.
 
-python bench/example.py [--out FILE.json] [--commit HASH] [--quick] [--logs FOLDER]
+python bench/example.py [--gpus 8] [--out FILE.json] [--commit HASH] [--quick] [--logs FOLDER]
 
-Every run is a launcher's, with its YAML or by launch/torchrun.sh; the runs of one GPU are on a GPU each, at once. A
-step's seconds are those between two lines of the log, whatever was done between them; the first two are left out.
-Exit status 1 if a run failed or a loss is more than one bf16 step from that of one GPU.
+Every run is a launcher's, with its YAML or by launch/torchrun.sh; runs on fewer GPUs are beside each other. A step's
+seconds are those between two lines of the log, whatever was done between them; the first two are left out. Exit status
+1 if a run failed or a loss is more than one bf16 step from that of one GPU with as many sequences a step.
 """
 
 from __future__ import annotations
@@ -26,24 +26,21 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = str(ROOT / "examples" / "finetune_hf.py")
-YAML = str(ROOT / "launch" / "accelerate" / "two_gpus.yaml")
-LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", YAML]
-ALONE = [*LAUNCH, "--num_processes", "1", "--parallelism_config_cp_size", "1"]
 LOSS_STEP = 0.04
 """What comes back from a bf16 model is a multiple of 0.03 where losses are between 4 and 8."""
 LEFT_OUT = 2
-TIMEOUT = 90.0
-"""Seconds a run may take."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One training run; runs of one ``turn`` go at the same time. ``gpus``: of CUDA_VISIBLE_DEVICES."""
+    """One training run; runs of one ``turn`` go at the same time. ``gpus``: of CUDA_VISIBLE_DEVICES. ``sequences``: of
+    a step, on all ranks and in all its micro-batches."""
 
     turn: int
     command: tuple[str, ...]
     gpus: str
     arguments: tuple[str, ...] = ()
+    sequences: int = 1
 
     @property
     def ranks(self) -> int:
@@ -52,13 +49,41 @@ class Run:
 
 TORCHRUN = ("bash", str(ROOT / "launch" / "torchrun.sh"))
 ONE_RANK = ("--on-one-rank",)
-RUNS = {
-    "one GPU, YAML": Run(turn=0, command=(*ALONE, "--main_process_port", "29611"), gpus="0", arguments=ONE_RANK),
+
+
+def by_yaml(yaml: str, first: int, sizes: tuple[int, int], sequences: int, turn: int) -> Run:
+    """``sizes``: dp and cp, in place of the YAML's; on neighbouring GPUs from the ``first`` on."""
+    dp, cp = sizes
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
+    launch += [str(ROOT / "launch" / "accelerate" / f"{yaml}.yaml"), "--num_processes", str(dp * cp)]
+    launch += ["--parallelism_config_dp_shard_size", str(dp), "--parallelism_config_cp_size", str(cp)]
+    return Run(
+        turn=turn,
+        command=(*launch, "--main_process_port", str(29611 + 10 * turn + first)),
+        gpus=",".join(str(first + i) for i in range(dp * cp)),
+        arguments=("--accumulate", str(sequences // dp), *(ONE_RANK if cp == 1 else ())),
+        sequences=sequences,
+    )
+
+
+TWO = {
+    "one GPU, YAML": by_yaml("two_gpus", 0, (1, 1), 1, 0),
     "one GPU, python": Run(turn=0, command=(sys.executable,), gpus="1", arguments=ONE_RANK),
-    "two GPUs, YAML": Run(turn=1, command=(*LAUNCH, "--main_process_port", "29612"), gpus="0,1"),
+    "two GPUs, YAML": by_yaml("two_gpus", 0, (1, 2), 1, 1),
     "two GPUs, torchrun.sh, the kernels asked for": Run(turn=2, command=TORCHRUN, gpus="0,1"),
 }
-"""The first is what the others are compared with. One process by python: no FSDP, no activation checkpoints."""
+"""One process by python: no FSDP, no activation checkpoints."""
+EIGHT = {
+    "1 GPU, 2 sequences": by_yaml("eight_gpus", 0, (1, 1), 2, 0),
+    "1 GPU, 4 sequences": by_yaml("eight_gpus", 1, (1, 1), 4, 0),
+    "2 GPUs, cp 2, 4 sequences": by_yaml("eight_gpus", 2, (1, 2), 4, 0),
+    "4 GPUs, cp 4, 2 sequences": by_yaml("eight_gpus", 4, (1, 4), 2, 0),
+    "8 GPUs, dp 2, cp 4, 2 sequences": by_yaml("eight_gpus", 0, (2, 4), 2, 1),
+    "8 GPUs, dp 4, cp 2, 4 sequences": by_yaml("eight_gpus", 0, (4, 2), 4, 2),
+    "8 GPUs, cp 8, 2 sequences": by_yaml("eight_gpus", 0, (1, 8), 2, 3),
+}
+RUNS = {2: TWO, 8: EIGHT}
+"""By GPUs of the machine. The first of as many sequences a step is what others are compared with."""
 
 
 # ---- inside of a rank ------------------------------------------------------------------------------------------------
@@ -103,15 +128,15 @@ def start(name: str, run: Run, args: argparse.Namespace, logs: Path) -> subproce
         return subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **variables}, cwd=ROOT)
 
 
-def finish(name: str, run: Run, process: subprocess.Popen[bytes], logs: Path) -> dict[str, Any]:
-    """What a run gave, or how it ended."""
-    row: dict[str, Any] = {"run": name, "gpus": run.ranks}
+def finish(name: str, run: Run, process: subprocess.Popen[bytes], logs: Path, limit: float) -> dict[str, Any]:
+    """What a run gave, or how it ended. ``limit``: seconds it may take from here on."""
+    row: dict[str, Any] = {"run": name, "gpus": run.ranks, "sequences": run.sequences}
     try:
-        status = process.wait(timeout=TIMEOUT)
+        status = process.wait(timeout=limit)
     except subprocess.TimeoutExpired:
         process.terminate()  # its launcher ends its workers
         process.wait()
-        return {**row, "error": f"not ended within {TIMEOUT:g} s"}
+        return {**row, "error": f"not ended within {limit:.0f} s"}
     if status:
         said = [
             line for line in (logs / f"{name}.log").read_text().splitlines() if "Error" in line or "cp_gdn:" in line
@@ -134,10 +159,12 @@ def finish(name: str, run: Run, process: subprocess.Popen[bytes], logs: Path) ->
 
 
 def compare(rows: list[dict[str, Any]]) -> bool:
-    """Add how far each run's losses and norms are from those of the first that ended well; whether all are near."""
+    """Add how far each run's losses and norms are from those of the first that ended well, of as many sequences a step;
+    whether all are near."""
     fine = [row for row in rows if "error" not in row]
     for row in fine:
-        first = fine[0]
+        first = next(other for other in fine if other["sequences"] == row["sequences"])
+        row["compared_with"] = first["run"]
         row["largest_loss_difference"] = max(abs(a - b) for a, b in zip(row["loss"], first["loss"], strict=True))
         norms = zip(row["grad_norm"], first["grad_norm"], strict=True)
         row["largest_norm_difference_pct"] = round(100 * max(abs(a / b - 1) for a, b in norms), 3)
@@ -164,10 +191,12 @@ def print_table(rows: list[dict[str, Any]]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--length", type=int, default=32768)
+    parser.add_argument("--gpus", type=int, choices=RUNS, default=2)
+    parser.add_argument("--length", type=int, help="default: 32768 on two GPUs, 131072 on eight")
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--limit", type=float, default=90, help="seconds that runs of one turn may take")
     parser.add_argument("--quick", action="store_true", help="a small model, few steps")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--commit", help="where the tree is no checkout")
@@ -175,12 +204,16 @@ def main() -> int:
     args = parser.parse_args()
     if args.quick:
         args.length, args.hidden, args.layers, args.steps = 4096, 256, 4, 4
+    args.length = args.length or {2: 32768, 8: 131072}[args.gpus]
     logs = args.logs or Path(tempfile.mkdtemp(prefix="cp_gdn-example-"))
     logs.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
-    for turn in dict.fromkeys(run.turn for run in RUNS.values()):
-        started = {name: start(name, run, args, logs) for name, run in RUNS.items() if run.turn == turn}
-        rows += [finish(name, RUNS[name], process, logs) for name, process in started.items()]
+    runs, same = RUNS[args.gpus], True
+    for turn in dict.fromkeys(run.turn for run in runs.values()):
+        end = time.monotonic() + args.limit
+        started = {name: start(name, run, args, logs) for name, run in runs.items() if run.turn == turn}
+        for name, process in started.items():
+            rows.append(finish(name, runs[name], process, logs, max(1.0, end - time.monotonic())))
         same = compare(rows)
         write(args.out, rows, args)
     print_table(rows)

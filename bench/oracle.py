@@ -9,6 +9,7 @@ one rank's. Exit status 1 where one is not kept.
 
 import argparse
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,8 +48,8 @@ class Sums:
     def of(cls, got: torch.Tensor, want: torch.Tensor) -> "Sums":
         far = (got.double() - want).abs_()
         return cls(
-            difference=far.square().transpose(0, 1).flatten(1).sum(1),
-            reference=want.square().transpose(0, 1).flatten(1).sum(1),
+            difference=far.square().transpose(0, 1).flatten(1).sum(1).cpu(),
+            reference=want.square().transpose(0, 1).flatten(1).sum(1).cpu(),
             elements=want.numel(),
             mismatches=int((~(far <= TOLERANCE + TOLERANCE * want.abs())).sum()),
             largest=float(far.max()),
@@ -57,6 +58,10 @@ class Sums:
     @property
     def errors(self) -> torch.Tensor:
         return (self.difference / self.reference).sqrt()
+
+
+Found = dict[int, dict[str, list[Sums]]]
+"""By world size and tensor, a query head after the other."""
 
 
 def bounds_of(pack: Shape) -> list[int]:
@@ -98,7 +103,7 @@ def reference(pack: Shape, x: Tensors, head: int) -> tuple[Tensors, slice, slice
     ctx = cp_gdn.build_context(
         cp_gdn.partition(bounds_of(pack), 1, "contiguous"),
         cp_gdn.Comm.alone(),
-        device="cuda",
+        device=x["v"].device,
         heads=(1, group),
         dtype=torch.float64,
         segments=16,
@@ -108,16 +113,20 @@ def reference(pack: Shape, x: Tensors, head: int) -> tuple[Tensors, slice, slice
     return step({name: t[:, one if name in ("q", "k") else values] for name, t in x.items()}, ctx), one, values
 
 
-def compared(pack: Shape, heads: int, worlds: list[int]) -> dict[int, dict[str, list[Sums]]]:
-    """Sums of every query head, by world size and tensor."""
+def compared(pack: Shape, heads: int, worlds: list[int]) -> Found:
+    """Sums of the first ``heads`` query heads."""
     gen = torch.Generator(device="cuda").manual_seed(1)
     x = dict(zip(NAMES, inputs(pack), strict=True))
     x["dout"] = torch.randn(x["v"].shape, generator=gen, device="cuda").bfloat16()
-    got = {world: on_kernels(pack, x, world) for world in worlds}
-    found: dict[int, dict[str, list[Sums]]] = {world: {name: [] for name in RESULTS} for world in worlds}
-    for head in range(heads):
+    return sums_of(pack, x, {world: on_kernels(pack, x, world) for world in worlds}, range(heads))
+
+
+def sums_of(pack: Shape, x: Tensors, got: dict[int, Tensors], heads: Iterable[int]) -> Found:
+    """Sums of these query heads. ``got``: by world size what the ranks of it gave, in the pack's order."""
+    found: Found = {world: {name: [] for name in RESULTS} for world in got}
+    for head in heads:
         want, one, values = reference(pack, x, head)
-        for world, name in ((world, name) for world in worlds for name in RESULTS):
+        for world, name in ((world, name) for world in got for name in RESULTS):
             columns = one if name in ("dq", "dk") else values
             found[world][name].append(Sums.of(got[world][name][:, columns], want[name]))
         del want
@@ -144,16 +153,27 @@ def rows_of(pack: Shape, args: argparse.Namespace) -> list[dict[str, object]]:
     """A row per world size."""
     heads = pack.heads[0] if args.heads is None else min(args.heads, pack.heads[0])
     started = time.perf_counter()
-    found, made = compared(pack, heads, args.worlds), []
-    for world, tensors in found.items():
-        row: dict[str, object] = {"shape": pack.name, "heads": ",".join(map(str, pack.heads)), "gate": pack.gate}
-        row |= {"world": world, "layout": "contiguous" if world == 1 else "zigzag", "query_heads_compared": heads}
-        for name, sums in tensors.items():
-            alone = float(torch.cat([each.errors for each in found[args.worlds[0]][name]]).max())
-            row[name] = report(sums, BUDGETS[name] if world == args.worlds[0] else RANKS_FACTOR * alone)
-        made.append(row)
+    made = rows_from(pack, compared(pack, heads, args.worlds))
     made[0]["seconds"] = round(time.perf_counter() - started, 1)
     return made
+
+
+def rows_from(pack: Shape, found: Found, layout: str = "zigzag") -> list[dict[str, object]]:
+    """A row per world size; the errors of the first one are the base of the others' budgets."""
+    made, (base, *_) = [], found.values()
+    for world, tensors in found.items():
+        row: dict[str, object] = {"shape": pack.name, "heads": ",".join(map(str, pack.heads)), "gate": pack.gate}
+        row |= {"world": world, "layout": "contiguous" if world == 1 else layout}
+        row["query_heads_compared"] = len(tensors["o"])
+        for name, sums in tensors.items():
+            alone = float(torch.cat([each.errors for each in base[name]]).max())
+            row[name] = report(sums, BUDGETS[name] if tensors is base else RANKS_FACTOR * alone)
+        made.append(row)
+    return made
+
+
+def kept(rows: list[dict[str, object]]) -> bool:
+    return all(row[name]["kept"] for row in rows for name in RESULTS)  # type: ignore[index]
 
 
 def show(row: dict[str, object]) -> None:
@@ -185,9 +205,8 @@ def main() -> None:
             torch.cuda.empty_cache()
     for row in rows:
         show(row)
-    kept = all(row[name]["kept"] for row in rows for name in RESULTS)  # type: ignore[index]
     record(args.out, document(rows, args.commit))
-    raise SystemExit(0 if kept else 1)
+    raise SystemExit(0 if kept(rows) else 1)
 
 
 if __name__ == "__main__":

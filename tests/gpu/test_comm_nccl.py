@@ -1,4 +1,4 @@
-"""Comm over nccl, and over gloo with CUDA tensors: two ranks, a GPU each."""
+"""Comm over nccl, and over gloo with CUDA tensors: a GPU for each rank."""
 
 import os
 import time
@@ -12,9 +12,9 @@ from cp_gdn.comm import Batch, Comm
 from cp_gdn.twin import twin
 from tests.dist import pool
 from tests.dist.round_trips import Trip, round_trips
+from tests.gpu.nccl_cases import WORLDS
 
-GPUS = torch.cuda.device_count()
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason=f"needs 2 CUDA devices, found {GPUS}")]
+pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("world", WORLDS)]
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 
@@ -32,18 +32,18 @@ def trips(rank: int, world: int) -> list[Trip]:
 
 
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
-def test_groups_of_gpus_give_the_bits_and_the_messages_of_the_twin(backend: str) -> None:
-    results = pool.run(2, trips, backend=backend)
+def test_groups_of_gpus_give_the_bits_and_the_messages_of_the_twin(backend: str, world: int) -> None:
+    results = pool.run(world, trips, backend=backend)
     for index, dtype in enumerate(DTYPES):
-        for ours, theirs in zip(results, twin(2, lambda comm, d=dtype: round_trips(comm, d)), strict=True):
+        for ours, theirs in zip(results, twin(world, lambda comm, d=dtype: round_trips(comm, d)), strict=True):
             assert ours[index].messages == theirs.messages
             for name, tensor in ours[index].tensors.items():
                 assert torch.equal(tensor, theirs.tensors[name]), name
 
 
 def receive(comm: Comm, where: torch.device) -> None:
-    """Make the device wait for a message of the other rank, then the host for the device, then call again."""
-    batch = Batch(purpose="STATE", sends=(), recvs=((1 - comm.rank, (8,)),), dtype=torch.float32, device=where)
+    """Make the device wait for a message of the last rank, then the host for the device, then call again."""
+    batch = Batch(purpose="STATE", sends=(), recvs=((comm.size - 1, (8,)),), dtype=torch.float32, device=where)
     comm.post(batch).wait()
     torch.cuda.synchronize()
     comm.agree("context", {})
@@ -53,7 +53,7 @@ def one_rank_ends(rank: int, world: int, end: str) -> None:
     where, comm = device(rank), Comm(timeout=5.0)
     comm.all_reduce_sum("SUM", torch.ones(4, device=where))
     with comm.guard("forward"):
-        if rank == 0:
+        if rank < world - 1:
             receive(comm, where)
         time.sleep(1.0)
         if end == "killed":
@@ -65,35 +65,36 @@ def one_rank_ends(rank: int, world: int, end: str) -> None:
 
 
 ENDS = {
-    "raises": ("ValueError", "by rank 1: forward: ValueError: a wrong dtype"),
-    "killed": ("killed", "by rank 1: rank 1 gave no sign of life"),
-    "slow": ("CommFailed", "by rank 1: rank 1 did not arrive within 5 s"),
+    "raises": ("ValueError", "by rank {last}: forward: ValueError: a wrong dtype"),
+    "killed": ("killed", "by rank {last}: rank {last} gave no sign of life"),
+    "slow": ("CommFailed", "by rank {last}: rank {last} did not arrive within 5 s"),
 }
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_the_device_of_the_other_rank_is_freed_and_the_reason_raised(end: str) -> None:
+def test_the_devices_of_the_other_ranks_are_freed_and_the_reason_raised(end: str, world: int) -> None:
     name, text = ENDS[end]
-    waiting, culprit = pool.run_failing(2, one_rank_ends, end, backend="nccl")
+    *others, culprit = pool.run_failing(world, one_rank_ends, end, backend="nccl")
     assert culprit.name == name, culprit
-    assert waiting.name == "CommFailed", waiting
-    assert text in waiting.text
+    for waiting in others:
+        assert waiting.name == "CommFailed", waiting
+        assert text.format(last=world - 1) in waiting.text
 
 
 def stuck_elsewhere(rank: int, world: int) -> None:
     """The failure aborts our communicator; the main thread hangs in something of its own."""
     where, comm = device(rank), Comm()
-    if rank == 1:
+    if rank == world - 1:
         comm.fail("stopped on purpose")
         return
-    comm.all_gather("ROWS", torch.ones(2, device=where), [2, 2])
+    comm.all_gather("ROWS", torch.ones(2, device=where), [2] * world)
     time.sleep(3600)
 
 
-def test_a_process_that_never_comes_back_is_ended() -> None:
-    stuck, _ = pool.run_failing(2, stuck_elsewhere, backend="nccl", deadline=50.0)
-    assert stuck.name == "killed"
-    assert 25 < stuck.seconds < 45  # s: 30 after the failure
+def test_a_process_that_never_comes_back_is_ended(world: int) -> None:
+    for stuck in pool.run_failing(world, stuck_elsewhere, backend="nccl", deadline=50.0)[:-1]:
+        assert stuck.name == "killed"
+        assert 25 < stuck.seconds < 45  # s: 30 after the failure
 
 
 def capture(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -113,10 +114,11 @@ def capture(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
     return result
 
 
-def test_a_graph_with_messages_is_captured_while_the_monitor_watches() -> None:
-    for eager, replayed in pool.run(2, capture, backend="nccl"):
-        assert torch.equal(eager, torch.full((4,), 1.0))
-        assert torch.equal(replayed, torch.full((4,), 21.0))
+def test_a_graph_with_messages_is_captured_while_the_monitor_watches(world: int) -> None:
+    total = world * (world - 1) / 2
+    for eager, replayed in pool.run(world, capture, backend="nccl"):
+        assert torch.equal(eager, torch.full((4,), total))
+        assert torch.equal(replayed, torch.full((4,), total + 10 * world))
 
 
 def capture_staged(rank: int, world: int) -> str:
@@ -127,8 +129,8 @@ def capture_staged(rank: int, world: int) -> str:
     return str(refused.value)
 
 
-def test_gloo_refuses_cuda_tensors_during_capture() -> None:
-    for said in pool.run(2, capture_staged, backend="gloo"):
+def test_gloo_refuses_cuda_tensors_during_capture(world: int) -> None:
+    for said in pool.run(world, capture_staged, backend="gloo"):
         assert "while a graph is captured" in said
 
 
@@ -140,24 +142,25 @@ def drop_with_messages_in_flight(rank: int, world: int) -> bool:
     torch.cuda._sleep(1_000_000_000)  # about half a second
     y = comm.all_reduce_sum("SUM", x)
     del comm
-    return bool((y == 2).all())
+    return bool((y == world).all())
 
 
-def test_a_comm_dropped_with_messages_in_flight_lets_them_finish() -> None:
-    assert pool.run(2, drop_with_messages_in_flight, backend="nccl") == [True, True]
+def test_a_comm_dropped_with_messages_in_flight_lets_them_finish(world: int) -> None:
+    assert pool.run(world, drop_with_messages_in_flight, backend="nccl") == [True] * world
 
 
 def in_a_bound_world(rank: int, world: int, file: str) -> float:
     """A world bound to devices, as launchers make it: the duplicate must not split its communicator."""
     where = device(rank)
     dist.destroy_process_group()
-    store = dist.FileStore(file, 2)
-    dist.init_process_group("nccl", store=store, rank=rank, world_size=2, device_id=where)
+    store = dist.FileStore(file, world)
+    dist.init_process_group("nccl", store=store, rank=rank, world_size=world, device_id=where)
     comm = Comm()
     total = comm.all_reduce_sum("SUM", torch.ones(1, device=where)).item()
     comm.close()
     return total
 
 
-def test_a_world_bound_to_devices_works(tmp_path: Path) -> None:
-    assert pool.run(2, in_a_bound_world, str(tmp_path / "store"), backend="nccl") == [2.0, 2.0]
+def test_a_world_bound_to_devices_works(tmp_path: Path, world: int) -> None:
+    sums = pool.run(world, in_a_bound_world, str(tmp_path / "store"), backend="nccl")
+    assert sums == [float(world)] * world

@@ -1,4 +1,4 @@
-"""Two GPUs through NCCL while they train: one raises or is killed, and both end in time with the reason."""
+"""GPUs through NCCL while they train: one raises or is killed, and all end in time with the reason."""
 
 from __future__ import annotations
 
@@ -15,13 +15,9 @@ from cp_gdn.backends.hopper import HopperBackend
 from cp_gdn.backends.hopper_backward import HopperKernels
 from cp_gdn.backends.torch_backend import TorchBackend
 from tests.dist import pool
-from tests.gpu.two_gpu_cases import Case, context, inputs, local, place, step
+from tests.gpu.nccl_cases import WORLDS, Case, context, hopper, inputs, local, place, step
 
-GPUS = torch.cuda.device_count()
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason=f"needs 2 CUDA devices, found {GPUS}")]
-hopper = pytest.mark.skipif(
-    GPUS < 2 or torch.cuda.get_device_capability() != (9, 0), reason="the kernels need a Hopper GPU"
-)
+pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("world", WORLDS)]
 TIMEOUT = 5.0  # s
 DEADLINE = 30.0  # s
 
@@ -45,7 +41,7 @@ def dying(*_: Any, **__: Any) -> Any:
 WAYS = {"raises": raising, "is killed": dying}
 
 
-def rank_1_fails(rank: int, _world: int, kind: str, case: Case, way: str, where: str) -> None:
+def last_rank_fails(rank: int, world: int, kind: str, case: Case, way: str, where: str) -> None:
     """Train until the failure comes; the device is waited for after every step, as reading a loss does."""
     device, comm = place(rank, kind), Comm(timeout=TIMEOUT)
     ctx = context(comm, case, device)
@@ -53,7 +49,7 @@ def rank_1_fails(rank: int, _world: int, kind: str, case: Case, way: str, where:
     step(ctx, mine)
     since = time.monotonic()
     try:
-        if rank == 1:
+        if rank == world - 1:
             with patch.object(*STAGES[case.backend, where], WAYS[way]):
                 step(ctx, mine)
         while True:
@@ -67,16 +63,17 @@ def rank_1_fails(rank: int, _world: int, kind: str, case: Case, way: str, where:
         raise
 
 
-def assert_both_end(outcomes: list[pool.Outcome], way: str) -> None:
-    other, culprit = outcomes
-    assert other.name == "CommFailed", other
-    if way == "raises":
-        assert culprit.name == "ArithmeticError", culprit
-        assert "by rank 1: chunk_gated_delta_rule" in other.text
-        assert "ArithmeticError: out of memory, on purpose" in other.text
-    else:
-        assert culprit.name == "killed", culprit
-        assert "by rank 1: rank 1 gave no sign of life" in other.text
+def assert_all_end(outcomes: list[pool.Outcome], way: str) -> None:
+    *others, culprit = outcomes
+    last = len(others)
+    assert culprit.name == ("ArithmeticError" if way == "raises" else "killed"), culprit
+    for other in others:
+        assert other.name == "CommFailed", other
+        if way == "raises":
+            assert f"by rank {last}: chunk_gated_delta_rule" in other.text
+            assert "ArithmeticError: out of memory, on purpose" in other.text
+        else:
+            assert f"by rank {last}: rank {last} gave no sign of life" in other.text
 
 
 CASES = [
@@ -88,7 +85,10 @@ CASES = [
 
 
 @pytest.mark.parametrize(("backend", "way", "where", "exchange"), CASES)
-def test_when_one_rank_fails_both_end_in_time_and_name_it(backend: str, way: str, where: str, exchange: str) -> None:
+def test_when_one_rank_fails_all_end_in_time_and_name_it(
+    backend: str, way: str, where: str, exchange: str, world: int
+) -> None:
     dtype = torch.bfloat16 if backend == "hopper" else torch.float32
     case = Case(lengths=(9000, 700), exchange=exchange, segments=2, backend=backend, dtype=dtype)
-    assert_both_end(pool.run_failing(2, rank_1_fails, "cuda", case, way, where, backend="nccl", deadline=45.0), way)
+    ended = pool.run_failing(world, last_rank_fails, "cuda", case, way, where, backend="nccl", deadline=45.0)
+    assert_all_end(ended, way)

@@ -1,4 +1,4 @@
-"""What two ranks run, a GPU each: one table of cases, compared by bits over NCCL, gloo, as the twin and on one rank.
+"""What ranks run, a GPU each: one table of cases, compared by bits over NCCL, gloo, as the twin and on one rank.
 
 Every comparison is made where the tensors are, so that nothing large travels: a rank's function returns the names of
 tensors that differ. With ``device="cpu"`` the same functions run on gloo alone, and prove themselves without a GPU.
@@ -11,12 +11,23 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import cp_gdn
 from cp_gdn import Comm, Context
+
+GPUS = torch.cuda.device_count()
+WORLDS = [
+    pytest.param(n, id=f"{n}gpus", marks=pytest.mark.skipif(n > GPUS, reason=f"needs {n} CUDA devices, found {GPUS}"))
+    for n in (2, 4, 8)
+]
+"""Numbers of ranks; -k 4gpus picks those of 4."""
+hopper = pytest.mark.skipif(
+    GPUS == 0 or torch.cuda.get_device_capability() != (9, 0), reason="the kernels need a Hopper GPU"
+)
 
 LAYOUTS = ("contiguous", "zigzag", "zigzag_per_document")
 EXCHANGES = ("ring", "a2a")
@@ -33,7 +44,7 @@ PACKS = {"one long document": (LONG,), "40 short ones": SHORT, "both": (*SHORT[:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One pack and how it is run on two ranks."""
+    """One pack and how it is run on the ranks."""
 
     lengths: tuple[int, ...]
     heads: tuple[int, int] = (2, 6)
@@ -183,6 +194,20 @@ class Found:
     crosses: bool
 
 
+def assert_same_bits(
+    cases: Sequence[Case], ranks: Sequence[Sequence[Found]], wires: tuple[str, str], compared: set[str]
+) -> None:
+    """Of what every rank found: nothing differs, and messages were sent wherever a document is cut."""
+    for case, *found in zip(cases, *ranks, strict=True):
+        # in a pack of short documents a rank may have nothing to send
+        assert any(each.messages for each in found) == found[0].crosses, case
+        for each in found:
+            assert each.wires == wires, each.wires
+            assert each.differ.keys() == (compared if case.grid else compared - {"one rank"}), each.differ
+            assert not any(each.differ.values()), (case, each.differ)
+    assert sum(each.crosses for each in ranks[0]) > len(cases) // 2
+
+
 def compare(rank: int, _world: int, kind: str, cases: list[Case]) -> list[Found]:
     """Every case over the world's wire, over gloo and as the twin; on a grid, and where it is promised, on one rank."""
     device = place(rank, kind)
@@ -256,7 +281,7 @@ SPIN = 100_000_000
 """Clock ticks, 50 ms."""
 
 
-def slow_rank(rank: int, _world: int, kind: str, cases: list[Case]) -> list[list[str]]:
+def slow_rank(rank: int, world: int, kind: str, cases: list[Case]) -> list[list[str]]:
     """One rank's device spins before its forward and before its backward, twice for each rank, against no spinning."""
     device, found = place(rank, kind), []
     with comms() as (comm,):
@@ -264,7 +289,7 @@ def slow_rank(rank: int, _world: int, kind: str, cases: list[Case]) -> list[list
             ctx = context(comm, case, device)
             mine = local(ctx, inputs(case, device))
             want = step(ctx, mine)
-            for slow in (0, 1, 0, 1):
+            for slow in (*range(world), *range(world)):
 
                 def spin(slow: int = slow) -> None:
                     if slow == rank and device.type == "cuda":

@@ -1,4 +1,4 @@
-"""Save forms and checkpoint forms on two ranks: each against the plain step of the same rank, bits and messages."""
+"""Save forms and checkpoint forms on several ranks: each against the plain step of the same rank, bits and messages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import cp_gdn
 from cp_gdn import Comm, Context, RecomputeHandle
-from tests.gpu.two_gpu_cases import (
+from tests.gpu.nccl_cases import (
     DIMS,
     EXCHANGES,
     INPUTS,
