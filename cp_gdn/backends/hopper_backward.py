@@ -115,13 +115,13 @@ class HopperKernels:
         forward, tables, group = HopperBackend.of(uploaded, heads, cutoff), uploaded.mirror, heads[1] // heads[0]
         with on_device(forward.device):
             kernels = BackwardKernels.load(group)
-        made, first = forward.made, tables.counts[0] * heads[1]
+        summarized, replayed = forward.made.mirrored.split([heads[1] * n for n in tables.counts])
         places = max((slab.steps for slab in tables.slabs.slabs), default=0) * group
         return cls(
             forward=forward,
             tables=tables,
-            summary=Items(items=made.mirrored[:first], segments=uploaded.segments),
-            slabs=_slab_work(uploaded, made, group),
+            summary=Items(items=summarized, segments=uploaded.segments),
+            slabs=_slab_work(uploaded, forward.made, replayed, group),
             places=places,
             rows=tables.rows.unbind(),
             kernels=kernels,
@@ -255,8 +255,9 @@ def _if_any(states: Tensor) -> Tensor | None:
     return states if states.shape[0] else None
 
 
-def _slab_work(tables: KernelTables, made: Spread, group: int) -> list[SlabWork]:
-    replayed, found = made.mirrored[made.mirrored.shape[0] - made.places.shape[0] :], []
+def _slab_work(tables: KernelTables, made: Spread, replayed: Tensor, group: int) -> list[SlabWork]:
+    """Of the items of the replay, of all heads."""
+    found = []
     for slab in tables.mirror.slabs.slabs:
         own = slice(slab.first_pair * group, slab.end_pair * group)
         blocks = Items(items=replayed[own], segments=tables.segments, places=made.places[own])

@@ -75,9 +75,8 @@ class PackedExchange(OwnerExchange):
         width, counts = self._width(self.comm.rank), [rows.shape[0] for _, rows in sources]
         by_owner = flow.states.new_empty((size, sum(counts), width, *flow.states.shape[2:]))
         for (source, rows), place in zip(sources, by_owner.split(counts, 1), strict=True):
-            torch.index_select(
-                source.unflatten(1, (size, width)).transpose(0, 1), 1, rows, out=place
-            )  # no copy between
+            heads_by_owner = source.unflatten(1, (size, width)).transpose(0, 1)
+            torch.index_select(heads_by_owner, 1, rows, out=place)  # into the message, with no copy between
         received = [self._summary_size(r, width) for r in range(size)]
         sent = [self._summary_size(self.comm.rank, width)] * size
         self.pending = self.comm.all_to_all(flow.purpose, by_owner.view(-1), sent, received)

@@ -86,8 +86,6 @@ def slab_tables(items: Ints, heads: tuple[int, int]) -> SlabTables:
 
 def slab_cuts(chunks: Ints, group: int) -> Ints:
     """Pairs at which slabs begin, and the end; ``chunks`` [pairs]."""
-    if len(chunks) and int(chunks.sum()) * group * CHUNK_BYTES <= SLAB_BYTES:
-        return np.array((0, len(chunks)))
     most = max(1, BLOCKS // group)
     wave = -(-len(chunks) // max(1, -(-len(chunks) // most)))  # even: as many waves, the largest slab is smaller
     cuts, held, waves = [0], 0, np.arange(0, len(chunks), max(1, wave))

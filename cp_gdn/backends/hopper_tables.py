@@ -25,8 +25,8 @@ from cp_gdn.ring.routes import IDLE, Parcel, RingStep
 from cp_gdn.schedule import Replay, Schedule, Side
 
 WALKS = ("summary", "transfer", "independent", "dependent")
-SUMMARY, TRANSFER, INDEPENDENT, DEPENDENT = range(len(WALKS))
 """The walks of a forward: for B and M, for M alone, for o of what needs no message and of the rest."""
+SUMMARY, TRANSFER, INDEPENDENT, DEPENDENT = range(len(WALKS))
 LONGER_THAN_EXCHANGE = 64
 """Chunks: their walk takes 0.11 ms on an H200, an exchange between two some 0.05."""
 
@@ -141,7 +141,7 @@ class KernelTables:
     Attributes:
         side, routes: the forward's, states renumbered. row_of_segment: [n] row of each segment's entry state.
         num_rows: rows of the state buffer without and with an initial state. compose_maps, num_maps: see `Schedule`.
-        free_rows: see there.
+        free_rows: of o, see the function of that name.
         chunks: packed [N, 2], first row and count. partial, strips: packed `partial_chunks` of these, and `strips_of`.
         segments: packed [n, 4], first chunk, chunks, map row, 0.
         items: packed [m, 4], see `hopper_items`, of all `WALKS` one after the other, each longest first.
