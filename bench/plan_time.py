@@ -2,7 +2,7 @@
 
     python bench/plan_time.py [--world 4,16] [--heads 2,6 --heads 16,48] [--documents 1,4,12,24] [--repeats 50]
                               [--layout zigzag ...] [--device cpu] [--conv 4] [--scale] [--tables torch,kernels]
-                              [--clock cpu] [--json] [--out FILE.json]
+                              [--clock cpu] [--steady] [--json] [--out FILE.json]
     python bench/plan_time.py --cuda ...
 
 `--tables`: those of the torch backend, those of the Hopper kernels, or a row for each. `--cuda` prepares for a GPU,
@@ -13,11 +13,14 @@ Every repeat starts from a list of boundaries. The agreement through the store i
 rank. `--scale` adds 5,000 documents and W = 1024 with 64 M tokens in 10,000 documents. Tables with an entry per token
 are in it on a GPU, as kernels in the stream; on a CPU they are made when they are first used. `--clock cpu` counts the
 thread's own time, for a machine on which others run too: it leaves out waiting for a core, not what their work does to
-caches and clock rate.
+caches and clock rate. `--steady` leaves that out as well: a fixed loop of Python runs before and after every repeat,
+and a repeat counts if neither took more than 1.1 times the fastest such loop of the process. A row says how many
+repeats it took (`tried`), and the median of the loop beside those that count (`loop_us`).
 """
 
 import argparse
 import datetime
+import functools
 import itertools
 import json
 import os
@@ -25,7 +28,7 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -36,16 +39,12 @@ import torch
 
 import cp_gdn
 from cp_gdn.backends.choice import TORCH, BackendChoice
-from cp_gdn.backends.hopper_tables import for_kernels
 from cp_gdn.backends.precision import state_dtype
-from cp_gdn.chains import build_chains
 from cp_gdn.context import assemble_context, device_calibration
-from cp_gdn.exchange import Sizes, build_routes, choose
-from cp_gdn.layout import Partition
+from cp_gdn.exchange import Sizes, choose
 from cp_gdn.plan import Plan, build_plan
-from cp_gdn.schedule import build_schedule
 from cp_gdn.segments import resolve_segments
-from cp_gdn.tables import upload
+from cp_gdn.tables import build_tables
 
 LAYOUTS = ("contiguous", "zigzag", "zigzag_per_document")
 TOKENS = 261_987
@@ -53,6 +52,8 @@ TABLES = ("torch", "kernels")
 STAGES = ("partition", "segments", "plan_tables", "total")
 SLEEP_100_MS = 200_000_000
 """Clock cycles, at up to 2 GHz."""
+STEADY, PATIENCE = 1.1, 300.0
+"""With `--steady`: how much slower the fixed loop may be beside a repeat that counts; seconds that a row may take."""
 CLOCKS = {"wall": time.perf_counter, "cpu": time.thread_time}
 
 
@@ -111,20 +112,14 @@ def prepare(case: Case, bounds: list[int], how: How) -> tuple[Plan, dict[str, fl
     times.append(clock())
     plan = build_plan(part, seat.rank, p_vector=p)
     if how.kernels and how.device.type == "cpu":
-        _kernel_tables(part, plan, choice.kind, case.heads)
+        # What `assemble_context` makes for the kernels, where there is no GPU to load them.
+        tables = build_tables(part, plan, choice.kind, case.heads, on_kernels=True, width=how.conv_width or None)
+        tables.upload(how.device)
     else:
         assemble_context(part, seat, plan, picked, choice, asked)  # type: ignore[arg-type]
     times.append(clock())
     parts = [b - a for a, b in pairwise(times)]
     return plan, dict(zip(STAGES, (*parts, times[-1] - times[0]), strict=True)), choice.kind
-
-
-def _kernel_tables(part: Partition, plan: Plan, exchange: str, heads: tuple[int, int]) -> None:
-    """What `assemble_context` makes for the kernels, where there is no GPU to load them."""
-    chains = build_chains(plan, steps_on=exchange == "ring")
-    schedule = build_schedule(part, plan, chains, lists_chunks=False)
-    routes = build_routes(exchange, part, plan, chains)
-    upload(for_kernels(plan, schedule, routes, heads), torch.device("cpu"))
 
 
 def row(case: Case, args: argparse.Namespace) -> dict[str, Any]:
@@ -135,7 +130,7 @@ def row(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     plan, _, exchange = prepare(case, bounds, how)
     if how.device.type == "cuda":
         torch.cuda.synchronize()
-    runs = [prepare(case, bounds, how)[1] for _ in range(args.repeats)]
+    runs, of_machine = repeated(lambda: prepare(case, bounds, how)[1], args)
     found: dict[str, Any] = {
         "shape": f"1x{case.tokens}",
         "documents": case.documents,
@@ -147,6 +142,7 @@ def row(case: Case, args: argparse.Namespace) -> dict[str, Any]:
         "p": plan.p,
         "segments": len(plan.segments),
         "repeats": args.repeats,
+        **of_machine,
     }
     for stage in STAGES:
         found |= _figures(stage, [1e6 * seconds[stage] for seconds in runs])
@@ -156,6 +152,39 @@ def row(case: Case, args: argparse.Namespace) -> dict[str, Any]:
             found |= _figures(f"{name}_total", [1e6 * seconds for seconds in spent])
         found["busy_ratio"] = round(found["busy_total_us"] / found["idle_total_us"], 3)
     return found
+
+
+def repeated(
+    run: Callable[[], dict[str, float]], args: argparse.Namespace
+) -> tuple[list[dict[str, float]], dict[str, Any]]:
+    """Runs that count, and with `--steady` what is known of the machine while they ran."""
+    if not args.steady:
+        return [run() for _ in range(args.repeats)], {}
+    fastest, runs, beside, tried, end = fastest_loop(), [], [], 0, time.perf_counter() + PATIENCE
+    while len(runs) < args.repeats and time.perf_counter() < end:
+        before, found, after = fixed_loop(), run(), fixed_loop()
+        tried += 1
+        if max(before, after) <= STEADY * fastest:
+            runs.append(found)
+            beside.append(1e6 * max(before, after))
+    if len(runs) < args.repeats:
+        raise SystemExit(f"--steady: in {PATIENCE:.0f} s {len(runs)} of {tried} repeats ran undisturbed")
+    return runs, {"tried": tried, "loop_us": round(statistics.median(beside), 1)}
+
+
+@functools.cache
+def fastest_loop() -> float:
+    """Seconds of `fixed_loop` on this machine when nobody disturbs it, as far as can be seen in two seconds."""
+    end = time.perf_counter() + 2
+    return min(fixed_loop() for _ in iter(lambda: time.perf_counter() < end, False))
+
+
+def fixed_loop() -> float:
+    """Seconds of some Python that does the same whenever it runs."""
+    start, total = time.perf_counter(), 0
+    for i in range(2000):
+        total += i * i
+    return time.perf_counter() - start
 
 
 def _figures(name: str, us: list[float]) -> dict[str, Any]:
@@ -235,6 +264,7 @@ def main() -> None:
     parser.add_argument("--tables", type=kinds_of_tables, default=[*TABLES], help="torch, kernels, or both")
     parser.add_argument("--cuda", action="store_true", help="--device cuda, and again behind 100 ms of work")
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
+    parser.add_argument("--steady", action="store_true", help="only repeats during which nobody slowed the core down")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()

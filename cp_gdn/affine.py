@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cp_gdn.backends.hopper_fold import fold
 from cp_gdn.backends.hopper_hops import KernelHops
-from cp_gdn.chains import Hops
+from cp_gdn.hops import Hops
 
 
 def apply(maps: Tensor, states: Tensor, *, adjoint: bool) -> Tensor:

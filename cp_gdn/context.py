@@ -13,24 +13,23 @@ import torch
 from torch import Tensor
 
 from cp_gdn.backends.choice import TORCH, BackendChoice, choose_backend
+from cp_gdn.backends.hopper import Uploaded
 from cp_gdn.backends.hopper_backward import HopperKernels
-from cp_gdn.backends.hopper_tables import for_kernels
 from cp_gdn.backends.precision import state_dtype
 from cp_gdn.backends.torch_backend import TorchBackend
 from cp_gdn.backends.torch_chunked import padded
 from cp_gdn.calibration import Calibration, calibration_for
-from cp_gdn.chains import build_chains
 from cp_gdn.checks import check_comm, check_context
 from cp_gdn.comm import Comm
 from cp_gdn.digest import digest_fields
-from cp_gdn.exchange import Choice, Routes, Sizes, build_routes, choose
-from cp_gdn.halo import Halo, build_halo, device_halo
+from cp_gdn.exchange import Choice, Routes, Sizes, choose
+from cp_gdn.halo import Halo
 from cp_gdn.layout import Partition
 from cp_gdn.options import Options
 from cp_gdn.plan import Plan, build_plan
-from cp_gdn.schedule import Schedule, build_schedule
+from cp_gdn.schedule import Schedule
 from cp_gdn.segments import SegmentChoice, resolve_segments
-from cp_gdn.tables import upload
+from cp_gdn.tables import build_tables
 from cp_gdn.traced import Traced, traced_of
 
 log = logging.getLogger("cp_gdn")
@@ -245,16 +244,14 @@ def assemble_context(
     """
     asked = dict(asked)
     taken, device, conv = asked.pop("taken", TORCH), torch.device(asked["device"]), asked["conv"]
-    heads, cutoff = tuple(asked["heads"]), asked["options"].cutoff(asked["dtype"])
-    chains = build_chains(plan, steps_on=choice.kind == "ring")
-    schedule = build_schedule(part, plan, chains, lists_chunks=taken.kind == "torch")
-    routes = build_routes(choice.kind, part, plan, chains)
-    halo = None if conv is None else build_halo(part, comm.rank, conv[1])
-    tables = None
-    if taken.kind == "hopper":
-        schedule, routes, tables = for_kernels(plan, schedule, routes, heads)
-    schedule, routes, moved, tables = upload((schedule, routes, halo, tables), device)
-    device_side = _made(schedule, moved, device, rows=tables is None)
+    heads, cutoff, on_kernels = tuple(asked["heads"]), asked["options"].cutoff(asked["dtype"]), taken.kind == "hopper"
+    width = None if conv is None else conv[1]
+    tables = build_tables(part, plan, choice.kind, heads, on_kernels=on_kernels, width=width)
+    tables.upload(device)
+    kernels = None
+    if tables.kernels is not None:
+        uploaded = Uploaded(tables=tables.kernels, schedule=tables.schedule, routes=tables.routes)
+        kernels = HopperKernels.of(uploaded, heads, cutoff, asked["options"])
     return Context(
         partition=part,
         comm=comm,
@@ -267,22 +264,11 @@ def assemble_context(
         segments=picked,
         choice=choice,
         plan=plan,
-        schedule=schedule,
-        routes=routes,
-        halo=device_side,
+        schedule=tables.schedule,
+        routes=tables.routes,
+        halo=tables.halo,
         taken=taken,
-        backend=TorchBackend(schedule=schedule, cutoff=cutoff),
-        kernels=None if tables is None else HopperKernels.of(tables, heads, cutoff, asked["options"], plan.num_tokens),
+        backend=TorchBackend(schedule=tables.schedule, cutoff=cutoff),
+        kernels=kernels,
         asked=asked,
     )
-
-
-def _made(schedule: Schedule, moved: Any, device: torch.device, *, rows: bool) -> Halo | None:
-    """The halo on the device; tables with an entry per token are made now, and not first inside of a graph capture.
-    ``rows``: see `TokenTables.make`."""
-    device_side = None if moved is None else device_halo(moved)
-    if device.type != "cpu":
-        schedule.tokens.make(rows=rows)
-        if device_side is not None:
-            device_side.make()
-    return device_side

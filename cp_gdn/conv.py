@@ -18,7 +18,7 @@ from cp_gdn.backends import hopper_conv
 from cp_gdn.backends.torch_conv import ConvInput
 from cp_gdn.checks import DTYPES, check_tensor, token_shape
 from cp_gdn.column_gradients import ColumnGradients
-from cp_gdn.halo import DeviceSide, Halo
+from cp_gdn.halo import Halo, HaloSide
 from cp_gdn.handles import RecomputeHandle, check_handle
 from cp_gdn.traced import flat, shaped
 
@@ -206,7 +206,7 @@ backward_op.register_autograd(library.refuse_twice)
 # ---- communication: no arithmetic ------------------------------------------------------------------------------------
 
 
-def _start(rows: torch.Tensor, side: DeviceSide, ctx: Context, purpose: str) -> Pending[torch.Tensor] | None:
+def _start(rows: torch.Tensor, side: HaloSide, ctx: Context, purpose: str) -> Pending[torch.Tensor] | None:
     """Send ``rows`` [S, C], which are those of ``side.send_rows``."""
     if not _halo(ctx).crosses:
         return None

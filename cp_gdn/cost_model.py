@@ -13,13 +13,13 @@ rule takes the P whose larger loss against the best P of either is the least.
 import functools
 from collections.abc import Sequence
 from dataclasses import asdict
-from functools import cached_property
 
 import numpy as np
 
 from cp_gdn.backends.hopper_items import RUN_CHUNKS
 from cp_gdn.calibration import Calibration
-from cp_gdn.makespan import LONG, Row, Rows, Table, ceil_div, table_rows
+from cp_gdn.layout import Partition
+from cp_gdn.makespan import LONG, Rows, Table, ceil_div, rank_rows, table_rows
 
 MAX_SEGMENTS = 64
 """Largest P that is tried."""
@@ -54,7 +54,7 @@ WALKS = {
 _SETS = np.array([of for _, _, of in WALKS.values()])
 _LEFT = np.where(_SETS == SUMMARIES, OFFSETS, _SETS)
 """Sets of which the decay bound leaves some chunks: no map is left, but the offsets."""
-_STARTS = np.bincount(_SETS, minlength=4).astype(np.float64)
+_STARTS = np.bincount(_SETS, minlength=4).astype(np.float64)[:, None]
 """Walks of each set."""
 
 
@@ -77,7 +77,7 @@ class RankModel:
     of a fragment count as equally long: on a chain as the longest, on an even share as their mean.
 
     Attributes:
-        parts: segments of each kind of fragment, [P, J].
+        parts: segments of each kind of fragment, [J, P].
         even: chunks per SM if the walk of a set were shared evenly; chain: of the busiest SM at least; starts: items
             that it starts; [4, P] each.
         hops: of folds in series, in both directions, [P]: entry states, composed offsets and maps.
@@ -88,33 +88,36 @@ class RankModel:
         self.rows, self.heads, self.calibration = [row for row in rows if row[0]], heads, calibration
         self.crosses = any(row[1] for row in self.rows) + any(row[2] for row in self.rows)
         sm_count, slots = calibration.sm_count, calibration.sm_count * calibration.settings.fold_blocks
-        columns = np.array([_columns(row, heads) for row in self.rows] or [(1.0,) + 6 * (0.0,)]).T
-        chunks, count, passed, absent = columns[0], columns[1], columns[2], columns[3:, None]
-        self.parts = np.minimum(p[:, None], chunks)
+        fragments = np.array(self.rows or [(1, 0, 0, 0)], dtype=np.float64)
+        fragments[:, 3] *= heads
+        chunks, out, into, count = fragments.T[..., None]
+        self.parts = np.minimum(chunks, p)
         mean = chunks / self.parts
-        counts = self.parts - absent  # [4, P, J]
+        # Nobody needs the offset of a chain's last segment, the adjoint offset of its first, the map of either.
+        last, first = 1 - out, 1 - into
+        counts = self.parts[:, None] - np.array((np.zeros_like(last), last, first, last + first)).swapaxes(0, 1)
         np.maximum(counts, 0, out=counts)
-        counts[SUMMARIES] += counts[OFFSETS]
-        counts *= count
-        self.even = np.ceil(np.add.reduce(counts * mean, axis=-1) / sm_count)
-        run = np.ceil(np.minimum(RUN_CHUNKS / mean, self.parts * (count / heads)))
-        np.maximum(run, 1, out=run)
-        counts[ALL] /= run
-        longest = np.array((mean * run, mean, mean, mean))
+        counts[:, SUMMARIES] += counts[:, OFFSETS]
+        counts *= count[:, None]
+        self.even = np.ceil(np.add.reduce(counts * mean[:, None]) / sm_count)
+        run = np.maximum(np.ceil(np.minimum(RUN_CHUNKS / mean, self.parts * (count / heads))), 1)
+        counts[:, ALL] /= run
+        longest = np.ceil(np.array((mean * run, mean, mean, mean))).swapaxes(0, 1)
         # Of the first k items, the longest, some SM starts at least k / SMs, none shorter than the last of them.
-        waves = np.ceil(np.add.accumulate(counts, axis=-1) / sm_count)
-        self.starts = waves[..., -1]
-        self.chain = np.maximum(np.maximum.reduce(waves * np.ceil(longest), axis=-1), self.even)
+        waves = np.ceil(np.add.accumulate(counts) / sm_count)
+        self.starts = waves[-1]
+        self.chain = np.maximum(np.maximum.reduce(waves * longest), self.even)
         self.share = self.even.item(ALL, 0)
-        hops = (self.parts - 1) * passed
-        spread = np.ceil(hops.dot(count) * (FOLD_BLOCKS / slots))
-        self.hops: Numbers = np.maximum(np.maximum.reduce(hops, axis=-1), spread)
+        # Folds that pass a fragment: entry states in both directions, composed offsets in either, composed maps.
+        hops = (self.parts - 1) * (2 + out + into + out * into)
+        spread = np.ceil(fragments[:, 3].dot(hops) * (FOLD_BLOCKS / slots))
+        self.hops: Numbers = np.maximum(np.maximum.reduce(hops), spread)
 
     @property
     def launches(self) -> Numbers:
         """Of a step whose tapes are kept, [P]: prepare and walk; walk, adjoint, grad; a walk for summaries and a fold
         each way where fragments are split; a fold more, or the two of them alone, at either border that is crossed."""
-        splits = self.parts[:, 0] > 1  # the first fragments have the most chunks
+        splits = self.parts[0] > 1  # the first fragments have the most chunks
         unsplit = 5 * bool(self.rows) + 2 * self.crosses
         launches: Numbers = unsplit + splits * (4 - self.crosses)
         return launches
@@ -125,21 +128,21 @@ class RankModel:
         crossing = sum(count * (out + into) for _, out, into, count in self.rows)
         return {"exchange": 2 * (crossing > 0), "link_mib": -(-crossing * self.heads // 16)}  # 64 KiB a state and head
 
-    @cached_property
+    @property
     def _walks_ns(self) -> tuple[Numbers, Numbers]:
         """Every walk of `WALKS` without its starts, for gates that never decay and for those that do, [walks, P]."""
         chain, stream, left = _walk_prices(self.calibration)
-        on_chain, on_all = self.chain[_SETS] * chain, self.even[_SETS] * stream
+        on_chain, on_all = self.chain.take(_SETS, axis=0) * chain, self.even.take(_SETS, axis=0) * stream
         ns = np.minimum(on_chain, on_all) * BESIDE
         ns += np.maximum(on_chain, on_all)
-        return ns, np.minimum(ns, self.starts[_LEFT] * left)
+        return ns, np.minimum(ns, self.starts.take(_LEFT, axis=0) * left)
 
-    @cached_property
+    @property
     def times_ns(self) -> Numbers:
         """Predicted times of a step whose gates never decay, and of one whose heads decay as `Settings` say, [2, P]."""
         times, share = self.calibration.times, self.calibration.settings.decayed_permille / 1000
         steady, decayed = (np.add.reduce(ns, axis=0) for ns in self._walks_ns)
-        rest = _STARTS.dot(self.starts) * times.segment + self.launches * times.launch + self._fixed_ns
+        rest = np.add.reduce(_STARTS * self.starts) * times.segment + self.launches * times.launch + self._fixed_ns
         steady += self.hops * times.fold_hop
         decayed += self.hops * times.dropped_hop
         both: Numbers = np.array((steady, share * decayed + (1 - share) * steady))
@@ -163,15 +166,6 @@ class RankModel:
         best = np.maximum(np.minimum.reduce(times, axis=1), 1)[:, None]  # 0 without tokens
         loss: Numbers = np.maximum.reduce(times / best)
         return loss
-
-
-def _columns(row: Row, heads: int) -> tuple[float, ...]:
-    """Chunks of a fragment, such fragments times heads, the folds that pass it (entry states in both directions,
-    composed offsets in either, composed maps), and its segments that each set leaves out."""
-    chunks, out, into, count = row
-    # Nobody needs the offset of a chain's last segment, the adjoint offset of its first, the map of either.
-    passed, last, first = 2 + out + into + out * into, 1 - out, 1 - into
-    return float(chunks), float(count * heads), float(passed), 0.0, float(last), float(first), float(last + first)
 
 
 def quantities(table: Table, p: int, heads: int, calibration: Calibration) -> dict[str, float]:
@@ -210,22 +204,33 @@ def measured_vector(tables: Sequence[Table], heads: int, calibration: Calibratio
     return [best[content] for content in rows]
 
 
+def measured_p_of(part: Partition, rank: int, heads: int, calibration: Calibration) -> int:
+    """P of one rank of a partition, see `measured_p`; its fragments are not counted where there is nothing to try."""
+    own = part.of_rank(rank)
+    longest, chunks = int(np.maximum.reduce(own.num_chunks, initial=0)), own.total_chunks
+    tried = tried_p(longest, chunks, heads, calibration)
+    return _best_p(rank_rows(part, rank), tried, heads, calibration) if len(tried) > 1 else 1
+
+
 def measured_p(rows: Rows, heads: int, calibration: Calibration) -> int:
     """P of a rank: the one that loses the least (`RankModel.losses`), the smallest on ties; if it costs no more than
     `FOR_MEMORY`, one whose segments are short enough for a backward's memory (`short_chunks`).
 
     Walks count at a bound of their makespan; exact makespans chose the same P in every row that was measured.
     """
-    short, rows = short_chunks(rows, heads, calibration), _thinned(rows)
-    longest = rows[0][0] if rows else 0
-    least = max(2, -(-longest // calibration.settings.max_chunks))
-    largest = min(longest, _largest_useful(rows, heads, calibration, short))
-    tried = np.array([1, *range(min(least, MAX_SEGMENTS), largest + 1)])
-    if len(tried) == 1:
-        return 1
-    losses = RankModel(rows, heads, calibration, tried).losses()
-    lean = losses + np.where(_is_short(tried, longest, short), 0, np.inf)
-    return int(tried[(lean if lean.min() <= FOR_MEMORY * losses.min() else losses).argmin()])
+    tried = tried_p(rows[0][0] if rows else 0, _chunks(rows), heads, calibration)
+    return _best_p(rows, tried, heads, calibration) if len(tried) > 1 else 1
+
+
+def _best_p(rows: Rows, tried: list[int], heads: int, calibration: Calibration) -> int:
+    """The one of ``tried`` that `measured_p` takes."""
+    short, p = short_chunks(_chunks(rows), heads, calibration), np.array(tried)
+    losses = RankModel(_thinned(rows), heads, calibration, p).losses()
+    if short < LONG:
+        lean = losses + np.where(_is_short(p, rows[0][0], short), 0, np.inf)
+        if np.minimum.reduce(lean) <= FOR_MEMORY * np.minimum.reduce(losses):
+            losses = lean
+    return tried[int(losses.argmin())]
 
 
 def may_run(p: Ints, longest: Ints, calibration: Calibration) -> Ints:
@@ -233,11 +238,15 @@ def may_run(p: Ints, longest: Ints, calibration: Calibration) -> Ints:
     return (p <= longest) & _is_short(p, longest, calibration.settings.max_chunks) | (p == 1)
 
 
-def short_chunks(rows: Rows, heads: int, calibration: Calibration) -> int:
-    """Chunks that a segment may have without costing a backward memory: any number unless the rank has more than a wave
-    of the longest segments, see `Settings.wave_chunks`."""
-    chunks, settings = sum(nc * count for nc, _, _, count in rows), calibration.settings
+def short_chunks(chunks: int, heads: int, calibration: Calibration) -> int:
+    """Chunks that a segment may have without costing a backward memory: any number unless the rank has more ``chunks``
+    than a wave of the longest segments, see `Settings.wave_chunks`."""
+    settings = calibration.settings
     return settings.wave_chunks if chunks * heads > settings.max_chunks * calibration.sm_count else LONG
+
+
+def _chunks(rows: Rows) -> int:
+    return sum([nc * count for nc, _, _, count in rows])
 
 
 def _is_short(p: Ints, longest: int | Ints, most: int) -> Ints:
@@ -246,11 +255,12 @@ def _is_short(p: Ints, longest: int | Ints, most: int) -> Ints:
     return short
 
 
-def _largest_useful(rows: Rows, heads: int, calibration: Calibration, short: int) -> int:
-    longest = rows[0][0] if rows else 0
-    even = sum(nc * count for nc, _, _, count in rows) * heads // calibration.sm_count
-    needed = -(-longest // min(short, calibration.settings.max_chunks))
-    return min(MAX_SEGMENTS, max(1, USEFUL * longest // max(1, even), needed))
+def tried_p(longest: int, chunks: int, heads: int, calibration: Calibration) -> list[int]:
+    """P = 1, and others that the rule may pick for a rank of so many chunks."""
+    most, short = calibration.settings.max_chunks, short_chunks(chunks, heads, calibration)
+    least, even = max(2, -(-longest // most)), chunks * heads // calibration.sm_count
+    useful = max(1, USEFUL * longest // max(1, even), -(-longest // min(short, most)))
+    return [1, *range(min(least, MAX_SEGMENTS), min(longest, MAX_SEGMENTS, useful) + 1)]
 
 
 def _thinned(rows: Rows) -> Rows:

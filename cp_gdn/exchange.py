@@ -3,15 +3,18 @@
 from dataclasses import dataclass
 
 from cp_gdn.a2a.exchange import OwnerExchange
-from cp_gdn.a2a.routes import OwnerRoutes, build_owner_routes
+from cp_gdn.a2a.routes import OwnerRoutes, draft_owner, owner_routes
+from cp_gdn.backends.hopper_exchange import PackedExchange, PackedRoutes, kernel_routes
 from cp_gdn.calibration import H200_MODEL, Times
-from cp_gdn.chains import Chains
+from cp_gdn.chains import Rows
 from cp_gdn.comm import Comm
 from cp_gdn.flow import Exchange, Flow
+from cp_gdn.hops import HopLists, stepwise
 from cp_gdn.layout import Partition
+from cp_gdn.page import Page
 from cp_gdn.plan import Plan
 from cp_gdn.ring.exchange import RingExchange
-from cp_gdn.ring.routes import RingStep, build_steps
+from cp_gdn.ring.routes import NO_RING, RingRoutes, build_ring
 
 EXCHANGES = ("auto", "ring", "a2a")
 HOP_US = H200_MODEL.times.exchange / 1e3
@@ -80,27 +83,39 @@ def choose(asked: str, part: Partition, sizes: Sizes, times: Times, *, grid: boo
 
 @dataclass(frozen=True, kw_only=True)
 class Routes:
-    """Messages of one rank in both directions, uploaded; which of the fields are used follows from the kind."""
+    """Messages of one rank in both directions, uploaded; which of the fields are used follows from the kind.
+
+    Attributes:
+        hops: of this rank; a ring steps by some of them. owners: forward and mirrored.
+    """
 
     kind: str
-    forward_steps: tuple[RingStep, ...]
-    adjoint_steps: tuple[RingStep, ...]
-    forward_owner: OwnerRoutes | None
-    adjoint_owner: OwnerRoutes | None
+    hops: HopLists
+    ring: RingRoutes
+    owners: tuple[OwnerRoutes, OwnerRoutes] | None
 
     def exchange(self, comm: Comm, flow: Flow) -> Exchange:
         """The exchange object of one direction of one call."""
-        if self.kind == "a2a":
-            owner = self.adjoint_owner if flow.adjoint else self.forward_owner
-            assert owner is not None
-            return OwnerExchange(comm, owner, flow)
-        return RingExchange(comm, self.adjoint_steps if flow.adjoint else self.forward_steps, flow)
+        if self.owners is None:
+            return RingExchange(comm, self.ring, self.hops, flow)
+        owner = self.owners[flow.adjoint]
+        return (
+            PackedExchange(comm, owner, flow) if isinstance(owner, PackedRoutes) else OwnerExchange(comm, owner, flow)
+        )
 
 
-def build_routes(kind: str, part: Partition, plan: Plan, chains: Chains) -> Routes:
-    """Routes of ``kind`` ("none" has none), forward and mirrored."""
-    steps = build_steps(part, plan, chains) if kind == "ring" else ((), ())
-    owners = build_owner_routes(part, plan, chains) if kind == "a2a" else (None, None)
-    return Routes(
-        kind=kind, forward_steps=steps[0], adjoint_steps=steps[1], forward_owner=owners[0], adjoint_owner=owners[1]
-    )
+def build_routes(
+    kind: str, part: Partition, plan: Plan, made: tuple[Rows, HopLists, Page], *, kernel_heads: int | None = None
+) -> Routes:
+    """Routes of ``kind`` ("none" has none), forward and mirrored. ``kernel_heads``: value heads of a context on the
+    kernels, None on torch."""
+    rows, hops, page = made
+    ring = build_ring(part, plan, rows, hops, page) if kind == "ring" else NO_RING
+    owners = None
+    if kind == "a2a":
+        draft = draft_owner(part, plan, rows)
+        if kernel_heads is None:
+            owners = owner_routes(draft, page, stepwise)
+        else:
+            owners = kernel_routes(draft, page, kernel_heads)
+    return Routes(kind=kind, hops=hops, ring=ring, owners=owners)

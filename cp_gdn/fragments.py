@@ -6,6 +6,7 @@ Legend of array shapes: n fragments of one rank in slot order, W ranks. All are 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -22,6 +23,7 @@ class RankFragments:
 
     Attributes:
         doc, offset, length: which tokens. size: tokens of the fragment's document. num_chunks: see `chunk_counts`.
+        first_row, first_chunk: tokens and chunks of this rank before it. num_tokens, total_chunks: of all.
         around: whether its document has tokens before it, and after it, on any rank; bool [2, n], False where empty.
     """
 
@@ -30,6 +32,10 @@ class RankFragments:
     length: Ints
     size: Ints
     num_chunks: Ints
+    first_row: Ints
+    first_chunk: Ints
+    num_tokens: int
+    total_chunks: int
     around: Ints
 
 
@@ -37,8 +43,19 @@ def rank_fragments(doc: Ints, offset: Ints, length: Ints, size: Ints) -> RankFra
     """The fragments given by the first four columns, with what follows from them."""
     around = np.array((offset > 0, offset + length < size))
     around &= length > 0
+    num_chunks = chunk_counts(offset, length)
+    rows, chunks = np.add.accumulate(length), np.add.accumulate(num_chunks)
     return RankFragments(
-        doc=doc, offset=offset, length=length, size=size, num_chunks=chunk_counts(offset, length), around=around
+        doc=doc,
+        offset=offset,
+        length=length,
+        size=size,
+        num_chunks=num_chunks,
+        first_row=rows - length,
+        first_chunk=chunks - num_chunks,
+        num_tokens=rows.item(-1) if len(rows) else 0,
+        total_chunks=chunks.item(-1) if len(chunks) else 0,
+        around=around,
     )
 
 
@@ -55,7 +72,8 @@ class Places:
 
     Attributes:
         before, after: ranks of the neighbouring non-empty fragments, -1 at the ends and for empty fragments.
-        after_slot: slot of the one after where it lies on this rank too, else any number.
+        after_slot: slot of the one after where it lies on this rank too, else any number; None: the next
+            slot, in the mirror the one before.
         position: fragments before it. level: hops between ranks before it. wave: hops inside its rank since the last
             such hop. Of no meaning for empty fragments.
         crosses: whether the chain leaves its first rank at all; bool [n], False for empty fragments.
@@ -63,35 +81,55 @@ class Places:
 
     before: Ints
     after: Ints
-    after_slot: Ints
+    after_slot: Ints | None
     position: Ints
     level: Ints
     wave: Ints
     crosses: Ints
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class ChainList:
-    """Every rank's non-empty fragments, chain after chain, [F]. `by_rank`: their indices by rank, then slot."""
+    """Every rank's non-empty fragments, chain after chain, [F]. `row`: where slots do not follow that order, of each
+    fragment its row in the table by rank, then slot."""
 
     rank: Ints
     doc: Ints
     offset: Ints
     length: Ints
-    by_rank: Ints
+    row: Ints | None = None
 
-    def of_documents(self, chosen: Ints) -> ChainList:
-        """Those of the documents of a mask, bool [D]."""
-        keep = chosen[self.doc]
-        if np.count_nonzero(keep) == len(keep):
-            return self
-        return ChainList(
-            rank=self.rank[keep],
-            doc=self.doc[keep],
-            offset=self.offset[keep],
-            length=self.length[keep],
-            by_rank=(keep.cumsum() - 1)[self.by_rank[keep[self.by_rank]]],
-        )
+    @cached_property
+    def edge(self) -> Ints:
+        """Whether a chain begins at each fragment, bool [F + 1], True behind the last one."""
+        edge = np.empty(len(self.doc) + 1, dtype=bool)
+        edge[0] = edge[-1] = True
+        np.not_equal(self.doc[1:], self.doc[:-1], out=edge[1:-1])
+        return edge
+
+    @cached_property
+    def ends(self) -> tuple[Ints, Ints]:
+        """Index of the first and of the last fragment of each one's chain, [F] each."""
+        edge = self.edge
+        starts = edge.nonzero()[0]
+        chain = np.add.accumulate(edge[:-1], dtype=np.int64)
+        return starts[chain - 1], starts[chain] - 1
+
+    @cached_property
+    def hops(self) -> tuple[Ints, Ints]:
+        """Hops between ranks into each fragment since its chain began, and those of the whole chain, [F] each."""
+        first, last = self.ends
+        hop = np.zeros(len(self.rank), dtype=bool)
+        np.not_equal(self.rank[1:], self.rank[:-1], out=hop[1:])
+        before = np.add.accumulate(hop, dtype=np.int64)
+        at_start = before[first]
+        return before - at_start, before[last] - at_start
+
+    @cached_property
+    def crosses(self) -> Ints:
+        """Whether the chain of each fragment leaves its first rank, bool [F]."""
+        crosses: Ints = self.hops[1] > 0
+        return crosses
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -124,7 +162,7 @@ def unset(*shape: int) -> Ints:
 
 def runs(counts: Ints) -> tuple[Ints, Ints]:
     """Owner and position inside the owner of every item, when owner i has counts[i] items."""
-    ends = counts.cumsum()
+    ends = np.add.accumulate(counts)
     owner = np.arange(len(counts)).repeat(counts)
     position: Ints = np.arange(len(owner)) - (ends - counts)[owner]
     return owner, position
@@ -132,7 +170,7 @@ def runs(counts: Ints) -> tuple[Ints, Ints]:
 
 def ranges(starts: Ints, lengths: Ints) -> Ints:
     """Concatenate the ranges [start, start + length)."""
-    ends = lengths.cumsum()
+    ends = np.add.accumulate(lengths)
     shift = (starts - ends + lengths).repeat(lengths)
     ids: Ints = shift + np.arange(len(shift))
     return ids

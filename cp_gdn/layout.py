@@ -78,7 +78,7 @@ class Partition:
 
     def local_tokens(self, rank: int) -> int:
         """Number of tokens T that `rank` holds."""
-        return int(self.of_rank(rank).length.sum())
+        return self.of_rank(rank).num_tokens
 
     def token_ids(self, rank: int) -> np.ndarray:
         """Global token index of each local row, int64 [T]; rows are the fragments' tokens in slot order."""
@@ -93,7 +93,7 @@ class Partition:
     @cached_property
     def crosses(self) -> bool:
         """Whether any chain leaves its first rank."""
-        return bool(np.count_nonzero(self.cuts.levels > 0))
+        return self.cuts.crosses
 
     @property
     def bounds(self) -> np.ndarray:

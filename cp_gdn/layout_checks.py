@@ -34,7 +34,7 @@ def check_doc_bounds(cu_seqlens: Any) -> np.ndarray:
     if bounds[0] != 0:
         raise ValueError(f"cu_seqlens: starts at {bounds[0]}, expected 0; pass the global boundaries on every rank")
     drops = bounds[1:] < bounds[:-1]
-    if drops.any():
+    if np.count_nonzero(drops):
         i = int(drops.argmax())
         raise ValueError(f"cu_seqlens: decreases from {bounds[i]} to {bounds[i + 1]} at index {i + 1}")
     return bounds

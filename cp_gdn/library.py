@@ -156,7 +156,7 @@ def backward_op(
         inputs=x,
         states=shaped(states, (rows, *ctx.state_shape)) if ctx.options.keeps_states else None,
         maps=shaped(maps, shape_of_maps(ctx)) if ctx.options.keeps_maps else None,
-        owned=shaped(owned, shape_of_owned(ctx)) if ctx.options.keeps_maps and ctx.routes.forward_owner else None,
+        owned=shaped(owned, shape_of_owned(ctx)) if ctx.options.keeps_maps and ctx.routes.owners else None,
         has_initial=has_initial,
         initial=initial[0] if initial else None,
         tapes=_tapes(ctx, x, tapes),

@@ -101,7 +101,7 @@ class ListedCuts:
             doc=t.doc[rows],
             offset=t.offset[rows],
             length=t.length[rows],
-            by_rank=rows.argsort(kind="stable"),
+            row=rows,
         )
 
     def owner_of(self, doc: Ints, offset: Ints) -> Ints:
@@ -117,6 +117,11 @@ class ListedCuts:
         t = self.table
         starts: Ints = self.bounds[t.doc[t.chains]] + t.offset[t.chains]
         return starts
+
+    @property
+    def crosses(self) -> bool:
+        """Whether any chain leaves its first rank."""
+        return bool(np.count_nonzero(self.levels > 0))
 
     @cached_property
     def levels(self) -> Ints:

@@ -89,9 +89,9 @@ def _in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _pass_empty(forward: HopperBackend, final: Tensor, initial_state: Tensor | None) -> None:
     """Documents without tokens end where they start."""
-    tables = forward.tables
-    if tables.empty_exit.numel():
-        final[tables.empty_exit] = 0.0 if initial_state is None else initial_state[tables.empty_entry]
+    entry, exits = forward.schedule.empty.data
+    if exits.numel():
+        final[exits] = 0.0 if initial_state is None else initial_state[entry]
 
 
 def _boundary(ctx: Context, forward: HopperBackend, x: WalkInputs, saved: Saved, room: Room) -> Boundary:

@@ -15,23 +15,27 @@ from cp_gdn import affine
 from cp_gdn.backends.precision import exact_products
 from cp_gdn.backends.torch_adjoint import Adjoints
 from cp_gdn.backends.torch_chunked import Inputs, States, Tape
+from cp_gdn.chains import COMPOSE, COMPOSE_MAPS, INNER_DEPENDENT, INNER_INDEPENDENT, LOCAL
 from cp_gdn.context import Context
 from cp_gdn.flow import Carried, Exchange, Flow
 from cp_gdn.on_kernels import backward_on_kernels, forward_on_kernels
 from cp_gdn.saved import InputGradients, Manner, Saved, Tapes, owned_maps
-from cp_gdn.schedule import Side
+from cp_gdn.walks import DEPENDENT, INDEPENDENT, SUMMARY, TRANSFER
 from cp_gdn.workspace import Room, Workspace, bind
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Entered:
-    """Entry states of a forward: ``states`` [n, HV, K, V] are complete once ``exchange`` has been waited for (at once
-    if None)."""
+    """Entry states of a forward: ``states`` [n, HV, K, V] are complete once the exchange that has ``begun`` has been
+    waited for (at once if None)."""
 
     states: Tensor
     maps: Tensor | None
-    offsets: Tensor | None
-    exchange: Exchange | None
+    begun: tuple[Exchange, Flow] | None
+
+    @property
+    def exchange(self) -> Exchange | None:
+        return None if self.begun is None else self.begun[0]
 
 
 def run_forward(
@@ -43,22 +47,24 @@ def run_forward(
     """o [T, HV, V], the final states [exit_docs, HV, K, V] and what a backward needs; arguments are checked already."""
     if ctx.kernels is not None:
         return forward_on_kernels(ctx, ctx.kernels, x, initial_state, manner)
-    side, backend, options = ctx.schedule.forward, ctx.backend, ctx.options
+    backend, options = ctx.backend, ctx.options
     with exact_products(ctx.device), bind(ctx, "forward", manner.workspace) as room:
         tape = backend.prepare(x)
         entered = _enter(ctx, tape, initial_state, manner.carried, room, "STATE")
         kept = backend.new_states(tape) if manner.tapes else None
         out = room.take("out") if manner.output else None
         final = entered.states.new_zeros((len(ctx.plan.exit_docs), *ctx.state_shape))
-        for part in (side.independent, side.dependent):
-            if part is side.dependent:
-                _settle(side, entered)
+        for part in (INDEPENDENT, DEPENDENT):
+            if part == DEPENDENT:
+                _settle(ctx, entered)
             if out is None and kept is None:
                 continue  # nobody reads what a replay gives
-            end = backend.replay(tape, x, part, entered.states[part.walk.segments], out, kept)
-            final[part.end_row] = end[part.end_at]
+            walk = backend.walks.of(part)
+            end = backend.replay(tape, x, walk, entered.states[walk.segments], out, kept)
+            final[walk.ends[1]] = end[walk.ends[0]]
         if initial_state is not None:
-            final[ctx.schedule.empty_exit] = _pad_state(ctx, initial_state[ctx.schedule.empty_entry])
+            entry, exits = ctx.schedule.empty.data
+            final[exits] = _pad_state(ctx, initial_state[entry])
         o = x.v.new_empty(x.v.shape) if out is None else backend.outputs(out, x)
         states = entered.states
         if manner.carried is None and options.keeps_states:
@@ -81,29 +87,29 @@ def run_backward(
     """Gradients of a forward; a missing gradient of an output counts as zero."""
     if ctx.kernels is not None:
         return backward_on_kernels(ctx, ctx.kernels, (dout, dfinal), saved, workspace)
-    side, backend, x = ctx.schedule.adjoint, ctx.backend, saved.inputs
+    backend, x = ctx.backend, saved.inputs
     with exact_products(ctx.device), bind(ctx, "backward", workspace, kept=saved.tapes is not None) as room:
         tape = backend.prepare(x) if saved.tapes is None else saved.tapes.tape
         saved = _boundary(ctx, tape, saved, room)
         assert saved.maps is not None
         chunk_states = _chunk_states(ctx, tape, saved, room) if saved.tapes is None else saved.tapes.states
         adjoint = backend.adjoint_prepare(tape, x, torch.zeros_like(x.v) if dout is None else dout)
-        states = _start_states(ctx, side, dfinal, room.take("adjoints"))
-        offsets = room.take("adjoint offsets")
-        offsets[side.summary_row] = backend.adjoint_summarize(
-            tape, adjoint, side.summary, states[side.summary.segments]
-        )
+        states = _start_states(ctx, dfinal, room.take("adjoints"), reverse=True)
+        offsets, walk = room.take("adjoint offsets"), backend.walks.of(SUMMARY, reverse=True)
+        offsets[walk.rows] = backend.adjoint_summarize(tape, adjoint, walk, states[walk.segments])
         flow = Flow(states=states, maps=saved.maps, offsets=offsets, adjoint=True, kept=saved.owned, purpose="ADJOINT")
-        exchange = _begin(ctx, side, flow)
+        exchange = _begin(ctx, flow)
         out = Adjoints(after=room.take("after"), values=room.take("values"))
         dinitial = states.new_zeros((len(ctx.plan.entry_docs), *ctx.state_shape))
-        for part in (side.independent, side.dependent):
-            if part is side.dependent:
-                _finish(side, exchange, states, saved.maps, offsets)
-            end = backend.adjoint_replay(tape, adjoint, part, states[part.walk.segments], out)
-            dinitial[part.end_row] = end[part.end_at]
+        for part in (INDEPENDENT, DEPENDENT):
+            if part == DEPENDENT:
+                _finish(ctx, exchange, flow)
+            walk = backend.walks.of(part, reverse=True)
+            end = backend.adjoint_replay(tape, adjoint, walk, states[walk.segments], out)
+            dinitial[walk.ends[1]] = end[walk.ends[0]]
         if dfinal is not None:
-            dinitial[ctx.schedule.empty_entry] = _pad_state(ctx, dfinal[ctx.schedule.empty_exit])
+            entry, exits = ctx.schedule.empty.data
+            dinitial[entry] = _pad_state(ctx, dfinal[exits])
         grads = backend.gradients(tape, adjoint, chunk_states, out, x)
     return InputGradients(
         q=grads.q,
@@ -119,24 +125,22 @@ def _enter(
     ctx: Context, tape: Tape, initial_state: Tensor | None, carried: Carried | None, room: Room, purpose: str
 ) -> _Entered:
     """Summarize, and begin the exchange that brings the entry states; with ``carried`` they are there."""
-    side, keep = ctx.schedule.forward, ctx.options.keeps_maps
+    keep, walk = ctx.options.keeps_maps, ctx.backend.walks.of(SUMMARY)
     if carried is not None:
         own = _maps(ctx, tape, None) if keep else None
-        return _Entered(states=carried.states, maps=own, offsets=None, exchange=None)
+        return _Entered(states=carried.states, maps=own, begun=None)
     maps = _maps(ctx, tape, None if keep else room)
-    states = _start_states(ctx, side, initial_state, room.take("states"))
+    states = _start_states(ctx, initial_state, room.take("states"), reverse=False)
     offsets = room.take("offsets")
-    offsets[side.summary_row] = ctx.backend.summarize(tape, side.summary, states[side.summary.segments])
+    offsets[walk.rows] = ctx.backend.summarize(tape, walk, states[walk.segments])
     flow = Flow(states=states, maps=maps, offsets=offsets, adjoint=False, kept=None, purpose=purpose)
-    return _Entered(states=states, maps=maps, offsets=offsets, exchange=_begin(ctx, side, flow))
+    return _Entered(states=states, maps=maps, begun=(_begin(ctx, flow), flow))
 
 
-def _settle(side: Side, entered: _Entered) -> None:
+def _settle(ctx: Context, entered: _Entered) -> None:
     """Wait until every entry state is there."""
-    if entered.exchange is not None:
-        assert entered.maps is not None
-        assert entered.offsets is not None
-        _finish(side, entered.exchange, entered.states, entered.maps, entered.offsets)
+    if entered.begun is not None:
+        _finish(ctx, *entered.begun)
 
 
 def _boundary(ctx: Context, tape: Tape, saved: Saved, room: Room) -> Saved:
@@ -145,7 +149,7 @@ def _boundary(ctx: Context, tape: Tape, saved: Saved, room: Room) -> Saved:
     if saved.states is not None:
         return saved if saved.maps is not None else replace(saved, maps=_maps(ctx, tape, room))
     entered = _enter(ctx, tape, saved.initial, None, room, "STATE_AGAIN")
-    _settle(ctx.schedule.forward, entered)
+    _settle(ctx, entered)
     owned = owned_maps(entered.exchange, None) if ctx.options.save_transfer else None
     return replace(saved, states=entered.states, maps=entered.maps, owned=owned)
 
@@ -163,33 +167,36 @@ def _maps(ctx: Context, tape: Tape, room: Room | None) -> Tensor:
     _, key_dim, _ = ctx.state_shape
     shape = (ctx.schedule.num_maps, ctx.heads[1], key_dim, key_dim)
     maps = tape.k.new_empty(shape) if room is None else room.take("maps")
-    maps[ctx.schedule.transfer_row] = ctx.backend.transfer(tape)
-    affine.run(ctx.schedule.compose_maps, maps, maps, None)
+    maps[ctx.backend.walks.of(TRANSFER).rows] = ctx.backend.transfer(tape)
+    affine.run(ctx.schedule.hops.of(COMPOSE_MAPS), maps, maps, None)
     return maps
 
 
-def _start_states(ctx: Context, side: Side, given: Tensor | None, states: Tensor) -> Tensor:
+def _start_states(ctx: Context, given: Tensor | None, states: Tensor, *, reverse: bool) -> Tensor:
     """The state buffer: what the caller gave where documents start (in this direction), zero elsewhere."""
     states.zero_()
     if given is not None:
-        states[side.start_state] = _pad_state(ctx, given[side.start_row])
+        starts, rows = ctx.schedule.starts[reverse]
+        states[starts] = _pad_state(ctx, given[rows])
     return states
 
 
-def _begin(ctx: Context, side: Side, flow: Flow) -> Exchange:
+def _begin(ctx: Context, flow: Flow) -> Exchange:
     """Compose, step what needs no message, post what is ready, and step inside the fragments that are."""
-    affine.run(side.compose, flow.offsets, flow.maps, flow.offsets, adjoint=flow.adjoint)
-    affine.run(side.local, flow.states, flow.maps, flow.offsets, adjoint=flow.adjoint)
+    hops, adjoint = ctx.schedule.hops, flow.adjoint
+    affine.run(hops.of(COMPOSE, adjoint), flow.offsets, flow.maps, flow.offsets, adjoint=adjoint)
+    affine.run(hops.of(LOCAL, adjoint), flow.states, flow.maps, flow.offsets, adjoint=adjoint)
     exchange = ctx.routes.exchange(ctx.comm, flow)
     exchange.start()
-    affine.run(side.inner_independent, flow.states, flow.maps, flow.offsets, adjoint=flow.adjoint)
+    affine.run(hops.of(INNER_INDEPENDENT, adjoint), flow.states, flow.maps, flow.offsets, adjoint=adjoint)
     return exchange
 
 
-def _finish(side: Side, exchange: Exchange, states: Tensor, maps: Tensor, offsets: Tensor) -> None:
+def _finish(ctx: Context, exchange: Exchange, flow: Flow) -> None:
     """Take the messages, and step inside the fragments that waited for them."""
     exchange.wait()
-    affine.run(side.inner_dependent, states, maps, offsets, adjoint=side.reverse)
+    hops = ctx.schedule.hops.of(INNER_DEPENDENT, flow.adjoint)
+    affine.run(hops, flow.states, flow.maps, flow.offsets, adjoint=flow.adjoint)
 
 
 def _pad_state(ctx: Context, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What one rank does with a partition: its chunks, its segments, and which segments are walked together.
+"""What one rank does with a partition: its chunks and its segments.
 
 Pure integers in, a frozen `Plan` out; no torch, no groups. Worked example: a document of 150 tokens cut at 100 over two
 ranks. The grid of 64 is counted from the document's start, so rank 0 holds chunks of 64 and 36 tokens, rank 1 of 28 (to
@@ -19,27 +19,9 @@ from cp_gdn.fragments import chunk_counts as chunk_counts
 from cp_gdn.layout import Partition
 
 Index = Any
-"""An int64 array in a plan, an int64 tensor once `tables.upload` has put it on a device."""
+"""An int64 array in a plan, an int64 tensor once `Page.upload` has put it on a device."""
 
 NONE = np.zeros(0, dtype=np.int64)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SegmentSet:
-    """Segments that are walked side by side, chunk after chunk; the longest come first.
-
-    Attributes:
-        segments: [n] segments of this rank.
-        chunks: [m] their chunks, step by step: all first chunks, then all second chunks, ...
-        active: segments still walking at each step; its sum is m.
-    """
-
-    segments: Index
-    chunks: Index
-    active: tuple[int, ...]
-
-
-NO_WALK = SegmentSet(segments=NONE, chunks=NONE, active=())
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -72,6 +54,12 @@ class Segments:
     def has_next(self) -> Ints:
         has_next: Ints = self.around[1]
         return has_next
+
+    @cached_property
+    def longest_first(self) -> Ints:
+        """All segments, those of many chunks first."""
+        order: Ints = (-self.num_chunks).argsort(kind="stable")
+        return order
 
     @cached_property
     def joints(self) -> tuple[Ints, Ints]:
@@ -123,48 +111,19 @@ class Plan:
     exit_docs: Ints
     empty_docs: Ints
 
-    def segment_set(self, ids: Ints, *, reverse: bool = False) -> SegmentSet:
-        """The segments ``ids`` (ascending) as a walk, from their first chunk on or (``reverse``) from their last."""
-        chosen = np.zeros(len(self.segments), dtype=bool)
-        chosen[ids] = True
-        return self.walk(chosen, reverse=reverse)
-
-    def walk(self, chosen: Ints, *, reverse: bool = False) -> SegmentSet:
-        """The same of a mask over all segments, bool [n]."""
-        how_many = np.count_nonzero(chosen)
-        if not how_many:
-            return NO_WALK
-        everything, step, owner = self._everything[reverse]
-        if how_many == len(chosen):
-            return everything
-        keep = chosen[owner].nonzero()[0]
-        active = np.bincount(step[keep]).tolist()
-        segments = everything.segments
-        return SegmentSet(segments=segments[chosen[segments]], chunks=everything.chunks[keep], active=tuple(active))
-
-    def chosen(self, chosen: Ints, *, reverse: bool = False) -> SegmentSet:
-        """`walk` without its chunks and steps, in the order of segments: what the kernels' tables are made of."""
-        segments = chosen.nonzero()[0]
-        return SegmentSet(segments=segments, chunks=NONE, active=()) if len(segments) else NO_WALK
-
     @cached_property
-    def _everything(self) -> tuple[tuple[SegmentSet, Ints, Ints], tuple[SegmentSet, Ints, Ints]]:
-        """All segments as a walk, forward and in reverse; of each of its chunks the step and the segment."""
-        first, count = self.segments.first_chunk, self.segments.num_chunks
-        ids = (-count).argsort(kind="stable")
-        active = active_counts(count)
-        step, place = runs(active)
-        owner = ids[place]
-        chunks = first[owner] + step
-        mirrored = (2 * first + count - 1)[owner] - chunks
-        steps = tuple(active.tolist())
-        forward, mirror = (SegmentSet(segments=ids, chunks=each, active=steps) for each in (chunks, mirrored))
-        return (forward, step, owner), (mirror, step, owner)
+    def document_rows(self) -> Ints:
+        """[2, n]: of segments that start their document its row in the initial states, of those that end it its row in
+        the final states; -1 of the others."""
+        doc = self.fragments.doc[self.segments.slot]
+        found = np.array((self.entry_docs.searchsorted(doc), self.exit_docs.searchsorted(doc)))
+        found[self.segments.around] = -1
+        return found
 
 
 def active_counts(counts: Ints) -> Ints:
     """How many of ``counts``, all positive, are above 0, 1, .., up to the largest but one."""
-    return len(counts) - np.bincount(counts).cumsum()[:-1] if len(counts) else counts
+    return len(counts) - np.add.accumulate(np.bincount(counts))[:-1] if len(counts) else counts
 
 
 def segment_counts(num_chunks: Ints, p: Ints | int, grid: int) -> Ints:
@@ -213,7 +172,7 @@ def build_plan(part: Partition, rank: int, *, p_vector: Sequence[int] | int, gri
     exit_docs.sort()
     return Plan(
         rank=rank,
-        num_tokens=int(own.length.sum()),
+        num_tokens=own.num_tokens,
         p=p,
         grid=grid,
         fragments=own,
@@ -228,13 +187,11 @@ def build_plan(part: Partition, rank: int, *, p_vector: Sequence[int] | int, gri
 
 def _chunks(own: RankFragments) -> Chunks:
     filled = own.length.nonzero()[0]
-    start = (own.length.cumsum() - own.length)[filled]  # local row
-    counts = own.num_chunks[filled]
-    first = counts.cumsum() - counts
+    start, counts, first = own.first_row[filled], own.num_chunks[filled], own.first_chunk[filled]
     # A fragment's chunks begin at multiples of 64 tokens of its document, but the first where the fragment does.
-    borders = np.arange(0, CHUNK * int(counts.sum()) + 1, CHUNK)
+    borders = np.arange(0, CHUNK * own.total_chunks + 1, CHUNK)
     borders[:-1] += (start - own.offset[filled] % CHUNK - CHUNK * first).repeat(counts)
-    borders[first], borders[-1] = start, own.length.sum()
+    borders[first], borders[-1] = start, own.num_tokens
     return Chunks(first_row=borders[:-1], count=borders[1:] - borders[:-1])
 
 
@@ -248,11 +205,11 @@ def _segments(own: RankFragments, per_slot: Ints, grid: int) -> Segments:
         first, count = index * base + np.minimum(index, longer), base + (index < longer)
     of_slot = np.zeros(len(per_slot) + 1, dtype=np.int64)
     per_slot.cumsum(out=of_slot[1:])
-    around = own.around[:, slot]
+    around = own.around.take(slot, axis=1)
     around |= np.array((index > 0, index < parts - 1))
     return Segments(
         slot=slot,
-        first_chunk=(own.num_chunks.cumsum() - own.num_chunks)[slot] + first,
+        first_chunk=own.first_chunk[slot] + first,
         num_chunks=count,
         around=around,
         of_slot=of_slot,

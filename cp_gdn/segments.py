@@ -12,9 +12,9 @@ from functools import cached_property
 from typing import Any
 
 from cp_gdn.calibration import H200_MODEL, Calibration, calibration_for
-from cp_gdn.cost_model import measured_p, measured_vector
+from cp_gdn.cost_model import measured_p_of, measured_vector
 from cp_gdn.layout import Partition
-from cp_gdn.makespan import Table, rank_rows, rank_tables, table_rows
+from cp_gdn.makespan import Table, rank_tables, table_rows
 from cp_gdn.seed_rules import GB300, H200, RULES, Costs, RankCosts, seed_costs
 
 __all__ = [
@@ -74,7 +74,7 @@ class SegmentChoice:
         The rule "measured" looks at this rank's fragments alone, others at all ranks'.
         """
         if self.rule == "measured":
-            return measured_p(rank_rows(self.part, rank), self.value_heads, self.calibration)
+            return measured_p_of(self.part, rank, self.value_heads, self.calibration)
         return self.p_vector[rank]
 
     @cached_property

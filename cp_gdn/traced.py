@@ -4,6 +4,7 @@ Numbers that differ between packs become symbols in the second compilation. What
 one dim of at least two numbers, for a compiler makes another graph where a size is 0 or 1.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,7 +44,8 @@ class Family:
 
 FAMILIES: dict[str, Family] = {}
 """By name, as many as a program has kinds of layers; a number would become a symbol, which no constant depends on."""
-_NAMES: dict[Family, str] = {}
+_NAMES: dict[tuple[Any, ...], str] = {}
+_NUMBERS = itertools.count()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,19 +73,23 @@ class Traced:
 def traced_of(ctx: "Context") -> Traced:
     """Numbers of a context that is being made."""
     row, options = math.prod(ctx.state_shape), ctx.options
-    documents, states = len(ctx.plan.exit_docs), [rows_of_states(ctx, initial=initial) for initial in (False, True)]
+    documents, states = (
+        len(ctx.plan.exit_docs),
+        [rows_of_states(ctx, initial=initial) * row for initial in (False, True)],
+    )
+    tapes = [_tape_bytes(ctx, l2norm=l2norm) for l2norm in (False, True)] if options.keeps_tapes else (0, 0)
     halo = 0 if ctx.halo is None or ctx.conv is None else sum(ctx.halo.forward.recv_counts) * ctx.conv[0]
     return Traced(
         handle=ctx.handle,
         family=_name_of(ctx),
         holds_initial=not options.keeps_states,
         documents=documents,
-        final=_size(documents * ctx.heads[1] * math.prod(ctx.head_dims)),
-        states=(_size(states[0] * row), _size(states[1] * row)),
-        maps=_size(math.prod(shape_of_maps(ctx))),
-        owned=_size(math.prod(shape_of_owned(ctx))),
-        tapes=(_size(_tape_bytes(ctx, l2norm=False)), _size(_tape_bytes(ctx, l2norm=True))),
-        halo=_size(halo),
+        final=max(LEAST, documents * ctx.heads[1] * math.prod(ctx.head_dims)),
+        states=(max(LEAST, states[0]), max(LEAST, states[1])),
+        maps=max(LEAST, math.prod(shape_of_maps(ctx))),
+        owned=max(LEAST, math.prod(shape_of_owned(ctx))),
+        tapes=(max(LEAST, tapes[0]), max(LEAST, tapes[1])),
+        halo=max(LEAST, halo),
     )
 
 
@@ -102,10 +108,9 @@ def shape_of_maps(ctx: "Context") -> tuple[int, ...]:
 
 def shape_of_owned(ctx: "Context") -> tuple[int, ...]:
     """Of the maps that an owner saves."""
-    owner = ctx.routes.forward_owner
-    if owner is None or not ctx.options.keeps_maps:
+    if ctx.routes.owners is None or not ctx.options.keeps_maps:
         return (0,)
-    return tuple(owner.owned_shape(ctx.rank, ctx.world_size, ctx.state_shape))
+    return tuple(ctx.routes.owners[0].owned_shape(ctx.rank, ctx.world_size, ctx.state_shape))
 
 
 def shapes_of_tapes(ctx: "Context", *, l2norm: bool) -> list[tuple[int, ...]]:
@@ -129,21 +134,21 @@ def _tape_bytes(ctx: "Context", *, l2norm: bool) -> int:
     return sum(map(math.prod, shapes_of_tapes(ctx, l2norm=l2norm))) * ctx.tape_dtype.itemsize
 
 
-def _size(count: int) -> int:
-    return max(LEAST, count)
-
-
 def _name_of(ctx: "Context") -> str:
-    family = Family(
-        device=ctx.device,
-        dtype=ctx.dtype,
-        heads=ctx.heads,
-        head_dims=ctx.head_dims,
-        conv=ctx.conv,
-        options=ctx.options,
-        backend=ctx.asked["backend"],
-        taken=ctx.taken,
-    )
-    name = _NAMES.setdefault(family, f"family {len(_NAMES)}")
-    FAMILIES.setdefault(name, family)
+    backend = ctx.asked["backend"]
+    key = ctx.device, ctx.dtype, ctx.heads, ctx.head_dims, ctx.conv, ctx.options, backend, ctx.taken
+    name = _NAMES.get(key)
+    if name is None:
+        name = _NAMES.setdefault(key, f"family {next(_NUMBERS)}")
+    if name not in FAMILIES:
+        FAMILIES[name] = Family(
+            device=ctx.device,
+            dtype=ctx.dtype,
+            heads=ctx.heads,
+            head_dims=ctx.head_dims,
+            conv=ctx.conv,
+            options=ctx.options,
+            backend=backend,
+            taken=ctx.taken,
+        )
     return name

@@ -226,23 +226,23 @@ def _forward(ctx: "Context") -> tuple[Buffer, ...]:
 
 
 def _backward(ctx: "Context", *, kept: bool) -> tuple[Buffer, ...]:
-    side, row, wanted = ctx.schedule.adjoint, ctx.state_shape, []
+    schedule, row, wanted = ctx.schedule, ctx.state_shape, []
     if not ctx.options.keeps_states:
         wanted += _exchange_buffers(ctx, maps=True)
     elif not ctx.options.keeps_maps:
         wanted += _maps_buffer(ctx)
     wanted += [
-        ("adjoints", (side.num_states, *row), ("adjoint summarize", "adjoint replay")),
-        ("adjoint offsets", (side.num_offsets, *row), ("adjoint summarize", "adjoint exchange")),
+        ("adjoints", (schedule.num_states[1], *row), ("adjoint summarize", "adjoint replay")),
+        ("adjoint offsets", (schedule.num_offsets[1], *row), ("adjoint summarize", "adjoint exchange")),
     ]
     return _typed(ctx, [*wanted, *ctx.backend.buffers("backward", row, kept=kept)])
 
 
 def _exchange_buffers(ctx: "Context", *, maps: bool) -> list[Untyped]:
-    side, row = ctx.schedule.forward, ctx.state_shape
+    schedule, row = ctx.schedule, ctx.state_shape
     wanted: list[Untyped] = [
-        ("states", (side.num_states, *row), ("summarize", "replay")),
-        ("offsets", (side.num_offsets, *row), ("summarize", "exchange")),
+        ("states", (schedule.num_states[0], *row), ("summarize", "replay")),
+        ("offsets", (schedule.num_offsets[0], *row), ("summarize", "exchange")),
     ]
     return wanted + (_maps_buffer(ctx) if maps else [])
 

@@ -36,7 +36,7 @@ def fold(
     """Every chain on its own, the last first: they must not depend on each other."""
     if not hops.num_chains:
         return
-    table = hops.hops.view(torch.int32).view(-1, 4).tolist()
+    table = hops.table.view(torch.int32).view(-1, 4).tolist()
     chains = hops.chains.view(torch.int32)[hops.first_chain :][: hops.num_chains + 1].tolist()
     for first, last in reversed(list(pairwise(chains))):
         for dst, src, offset, row in table[first:last]:

@@ -6,12 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from hypothesis import strategies as st
 
-from cp_gdn.chains import Chains, Rows, build_chains
+from cp_gdn.chains import Rows, build_rows, hop_columns
 from cp_gdn.exchange import Routes, build_routes, choose_exchange
+from cp_gdn.hops import HopLists, stepwise
 from cp_gdn.layout import Partition, partition
+from cp_gdn.page import Page
 from cp_gdn.plan import Plan, build_plan
+from cp_gdn.schedule import Schedule, build_schedule
 from tests.cases import LAYOUTS
 
 
@@ -37,19 +41,21 @@ class RankPlan:
     """What a context holds of a rank, both directions."""
 
     plan: Plan
-    chains: Chains
+    rows: Rows
+    hops: HopLists
     routes: Routes
-
-    @property
-    def rows(self) -> Rows:
-        return self.chains.rows
+    schedule: Schedule
 
 
 def plan_rank(drawn: Drawn, rank: int, exchange: str) -> RankPlan:
     plan = drawn.plan(rank)
     kind = choose_exchange(exchange, drawn.part, 8, (16, 16), grid=drawn.grid > 0, itemsize=4).kind
-    chains = build_chains(plan, steps_on=kind == "ring")
-    return RankPlan(plan=plan, chains=chains, routes=build_routes(kind, drawn.part, plan, chains))
+    rows, page = build_rows(plan), Page()
+    hops = stepwise(hop_columns(plan, rows, steps_on=kind == "ring"), page)
+    routes = build_routes(kind, drawn.part, plan, (rows, hops, page))
+    schedule = build_schedule(drawn.part, plan, (rows, hops, page))
+    page.upload(torch.device("cpu"))
+    return RankPlan(plan=plan, rows=rows, hops=hops, routes=routes, schedule=schedule)
 
 
 def plan_all(drawn: Drawn, exchange: str) -> list[RankPlan]:

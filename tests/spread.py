@@ -8,17 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cp_gdn.backends.hopper_mirror import mirror_index
+from cp_gdn.backends.hopper_items import ADJOINT_SUMMARY
 from cp_gdn.backends.hopper_slabs import NO_ADJOINT, NO_STATE, SlabTables
 from cp_gdn.backends.hopper_spread import Spread
-from cp_gdn.backends.hopper_tables import INDEPENDENT, KernelTables, rows_index
+from cp_gdn.backends.hopper_tables import KernelTables, rows_index
+from cp_gdn.page import Table
 from cp_gdn.plan import CHUNK
 
 Row = list[int]
 
 
 def rows_of(packed: Any, width: int, count: int) -> list[Row]:
-    """The int32 rows of an uploaded table."""
+    """The int32 rows of a table."""
+    packed = packed.data if isinstance(packed, Table) else packed
     found: list[Row] = (
         torch.as_tensor(packed).reshape(-1).contiguous().view(torch.int32)[: width * count].view(-1, width).tolist()
     )
@@ -65,8 +67,8 @@ def ranks_of(counts: list[int]) -> list[Row]:
 
 def flags_of(tables: KernelTables) -> dict[int, int]:
     """What is zero at chunks where documents start and end."""
-    entries = rows_of(tables.rows[rows_index(INDEPENDENT, initial=False, final=False)], 2, tables.num_segments)
-    exits = rows_of(tables.mirror.rows[mirror_index(replay=True, final=False, initial=False)], 2, tables.num_segments)
+    index = [rows_index(reverse=reverse, replay=True, given=False, wanted=False) for reverse in (False, True)]
+    entries, exits = (rows_of(tables.rows.data[i], 2, tables.num_segments) for i in index)
     flags: dict[int, int] = {}
     for (first, count, *_), (start, _), (after, _) in zip(
         rows_of(tables.segments, 4, tables.num_segments), entries, exits, strict=True
@@ -78,12 +80,12 @@ def flags_of(tables: KernelTables) -> dict[int, int]:
 
 def spread(kernel: object, tables: KernelTables, heads: tuple[int, int]) -> Spread:
     """`hopper_spread.spread`."""
-    slabs, group, device = tables.mirror.slabs, heads[1] // heads[0], tables.items.device
+    slabs, group, device = tables.slabs, heads[1] // heads[0], tables.items.data.device
     chunks = rows_of(tables.chunks, 2, tables.num_chunks)
-    items = rows_of(tables.items, 4, sum(tables.counts)), rows_of(tables.mirror.items, 4, sum(tables.mirror.counts))
+    items, of_forward = rows_of(tables.items, 4, sum(tables.counts)), sum(tables.counts[:ADJOINT_SUMMARY])
     return Spread(
-        items=table(items_of_heads(items[0], heads[1]), 4, device),
-        mirrored=table(items_of_heads(items[1], heads[1]), 4, device),
+        items=table(items_of_heads(items[:of_forward], heads[1]), 4, device),
+        mirrored=table(items_of_heads(items[of_forward:], heads[1]), 4, device),
         steps=table(steps_of(slabs, chunks, flags_of(tables)), 4, device),
         ranks=table(ranks_of([count for _, count in chunks]), 4, device),
         places=table(places_of_heads(slabs, group), 2, device),

@@ -9,10 +9,10 @@ import torch
 import cp_gdn
 from cp_gdn.byte_counts import busiest, comm_bytes, halo_ends, saved_bytes
 from cp_gdn.forecast import Forecast, LayerSpec, forecast
-from cp_gdn.halo import build_halo
 from cp_gdn.layout import Partition
 from tests.cases import LAYOUTS as CUT_LAYOUTS
 from tests.cases import PACKS, cut
+from tests.token_cases import halo_of
 
 PACK = [0, 200, 200, 264, 301, 900]
 LAYOUTS = ("contiguous", "zigzag", "zigzag_per_document")
@@ -129,7 +129,7 @@ def test_a_rank_outside_the_group_is_refused() -> None:
 
 def rows_by_rank(part: Partition, width: int, *, reverse: bool) -> tuple[list[int], list[int]]:
     """Rows sent and received, from every rank's own halo plan."""
-    plans = [build_halo(part, rank, width) for rank in range(part.world_size)]
+    plans = [halo_of(part, rank, width) for rank in range(part.world_size)]
     sides = [plan.adjoint if reverse else plan.forward for plan in plans]
     return [sum(side.send_counts) for side in sides], [sum(side.recv_counts) for side in sides]
 

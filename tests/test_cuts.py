@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -57,8 +57,11 @@ def test_places_in_the_chain_and_neighbours_are_those_of_the_table(part: Partiti
         everywhere = np.ones((2, len(own.doc)), dtype=bool)
         meant = {"before": everywhere, "after": everywhere, "crosses": everywhere[0]}
         meant["after_slot"] = found.after == rank
+        slot = np.arange(len(own.doc))
+        assert closed.after_slot is None
+        following = replace(closed, after_slot=np.array((slot + 1, slot - 1)))
         for field in fields(Places):
-            got, want = getattr(closed, field.name), getattr(found, field.name)
+            got, want = getattr(following, field.name), getattr(found, field.name)
             where = meant.get(field.name, everywhere & (own.length > 0))
             assert np.array_equal(got[where], want[where]), field.name
 
@@ -68,8 +71,9 @@ def test_places_in_the_chain_and_neighbours_are_those_of_the_table(part: Partiti
 @example(part=OFF_CENTRE[0])
 @example(part=OFF_CENTRE[1])
 def test_hops_of_each_document_are_those_of_the_table(part: Partition) -> None:
-    table, filled = listed(part), np.diff(part.doc_bounds) > 0
-    assert np.array_equal(part.cuts.levels[filled], table.levels[filled])
+    table, chains = listed(part), part.cuts.chain_list()
+    assert np.array_equal(chains.hops[1], table.levels[chains.doc])
+    assert np.array_equal(chains.hops[0], table._orders[0].level[table.table.chains])
     assert part.crosses == bool((table.levels > 0).any())
 
 

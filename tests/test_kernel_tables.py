@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from cp_gdn import Comm, Options, build_context, chunk_gated_delta_rule, library, partition, twin
-from cp_gdn.backends import hopper_items, hopper_slabs, hopper_tables
-from cp_gdn.backends.hopper_hops import PackedHops, packed
-from cp_gdn.chains import Hops
+from cp_gdn import Comm, Options, build_context, chunk_gated_delta_rule, library, partition, tables, twin
+from cp_gdn.backends import hopper_items, hopper_slabs
 from cp_gdn.context import Context
-from cp_gdn.plan import Segments
 from cp_gdn.saved import InputGradients, Saved
-from cp_gdn.tables import upload
 from tests.kernel_double import doubles
-from tests.spread import places_of_heads, steps_of, table
 
 torch.set_num_threads(1)
 
-LENGTHS = (130, 0, 1, 20, 0)
+LENGTHS = (130, 0, 1, 20, 3, 0)
 BOUNDS = [0, *np.cumsum(LENGTHS).tolist()]
 HEADS = (1, 2)
 CASES = [
@@ -106,14 +97,12 @@ def test_replays_that_fit_the_gpu_together_are_one_with_the_same_bits(
     case: tuple, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts: list[tuple[int, ...]] = []  # ranks of a twin are threads: in any order
-    made = hopper_tables.kernel_tables
-    monkeypatch.setattr(
-        hopper_tables, "kernel_tables", lambda *args: counts.append((found := made(*args)).counts) or found
-    )
+    made = tables.kernel_tables
+    monkeypatch.setattr(tables, "kernel_tables", lambda *args: counts.append((found := made(*args)).counts) or found)
     with doubles():
         want = run(case)
         apart, counts[:] = counts[:], []
-        monkeypatch.setattr(hopper_tables, "LONGER_THAN_EXCHANGE", 1)
+        monkeypatch.setattr(hopper_items, "LONGER_THAN_EXCHANGE", 1)
         got = run(case)
     both = [each for each in apart if each[2] and each[3]]  # ranks with replays of either kind
     assert both
@@ -133,8 +122,8 @@ def test_a_step_through_the_tables_equals_the_torch_backend(case: tuple, initial
 
 
 @pytest.mark.parametrize("options", [Options(save_transfer=False), Options(boundary="recompute")], ids=str)
-def test_what_a_backward_finds_no_more_is_made_again_by_the_same_kernels(options: Options) -> None:
-    case = (2, "zigzag", 2, "ring")
+@pytest.mark.parametrize("case", [(2, "zigzag", 2, "ring"), CASES[4]], ids=str)
+def test_what_a_backward_finds_no_more_is_made_again_by_the_same_kernels(case: tuple, options: Options) -> None:
     with doubles():
         kept, again = run(case), run(case, options=options)
     for name in kept.keys() - {"backend"}:
@@ -152,107 +141,12 @@ def test_slabs_of_segments_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> Non
         assert torch.equal(whole[name], slabs[name]), name
 
 
-def segments_of(num_chunks: list[int]) -> Segments:
-    """Segments of whole documents with so many chunks."""
-    lengths = [64 * n for n in num_chunks]
-    part = partition([0, *np.cumsum(lengths).tolist()], 1, "contiguous")
-    return build_context(part, Comm.alone(), heads=HEADS, segments=1).plan.segments
-
-
-@pytest.mark.parametrize(
-    ("num_chunks", "ids", "want"),
-    [
-        ([24, 1, 1, 30, 2], None, [(3, 1), (0, 1), (1, 2), (4, 1)]),  # a long one is alone, its neighbours share
-        ([10, 10, 10, 10], None, [(0, 3), (3, 1)]),  # as many as start below the limit
-        ([1, 1, 1, 1], [0, 1, 3], [(0, 2), (3, 1)]),  # what lies between is another walk's
-        ([1] * 50, None, [(0, 24), (24, 24), (48, 2)]),
-        ([5], None, [(0, 1)]),
-        ([5], [], []),
-    ],
-    ids=str,
-)
-def test_short_neighbours_share_a_block(num_chunks: list, ids: list | None, want: list) -> None:
-    segments = segments_of(num_chunks)
-    asked = np.arange(len(num_chunks)) if ids is None else np.array(ids, dtype=np.int64)
-    items = hopper_items.run_items(segments, asked[::-1])
-    assert [(segment, packed >> 16) for _, _, packed, segment in items.tolist()] == want
-    counted = [sum(num_chunks[s : s + run]) for s, run in want]
-    assert items[:, 1].tolist() == counted
-    assert items[:, 0].tolist() == [int(segments.first_chunk[s]) for s, _ in want]
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=12),
-    heads=st.sampled_from([(1, 1), (2, 6), (4, 8), (3, 3)]),
-    slab=st.integers(1, 40),
-    blocks=st.integers(1, 20),
-)
-def test_every_chunk_and_head_has_one_step_and_every_tape_one_place(
-    lengths: list[int], heads: tuple[int, int], slab: int, blocks: int
-) -> None:
-    first = np.cumsum(lengths) - lengths
-    items = np.stack((first, lengths, np.full(len(lengths), 1 << 16), np.arange(len(lengths))), 1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hopper_slabs, "BLOCKS", blocks)
-        patch.setattr(hopper_slabs, "SLAB_BYTES", slab * hopper_slabs.CHUNK_BYTES)
-        tables = hopper_slabs.slab_tables(items, heads)
-    uploaded = upload(tables, torch.device("cpu"))
-    steps = table(steps_of(uploaded, [[64 * c, 64] for c in range(sum(lengths))], {}), 4)
-    group = heads[1] // heads[0]
-    assert sorted(map(tuple, steps[:, [3, 2]].tolist())) == [
-        (c, h) for c in range(sum(lengths)) for h in range(heads[0])
-    ]
-    assert torch.equal(steps[:, 0], 64 * steps[:, 3])
-    places = places_of_heads(uploaded, group)
-    assert len(places) == len(items) * heads[1]
-    wave, count = max(1, blocks // group), len(items) * heads[0]
-    waves = -(-count // wave)
-    assert sum(-(-(each.end_pair - each.first_pair) // wave) for each in tables.slabs) == waves  # no wave more
-    for each in tables.slabs:
-        pairs = each.end_pair - each.first_pair
-        assert pairs == -(-count // waves) or each.steps * group <= slab or each.end_pair == count
-        for pair in range(each.first_pair, each.end_pair):
-            item, head = divmod(pair, heads[0])
-            for member in range(group):
-                place, stride = places[item * heads[1] + head * group + member]
-                for c in range(lengths[item]):
-                    step, of_group = divmod(place + c * stride, group)
-                    assert of_group == member
-                    assert steps[each.first_step + step, [3, 2]].tolist() == [first[item] + c, head]
-                    assert step < each.steps
-
-
 def test_states_that_start_documents_take_no_memory_without_an_initial_state() -> None:
     part = partition([0, *range(64, 640, 64)], 1, "contiguous")
     with doubles():
         ctx = build_context(part, Comm.alone(), heads=HEADS)
     assert ctx.kernels is not None
-    assert ctx.kernels.tables.num_rows == (0, 9)
-
-
-def test_hops_that_depend_on_each_other_are_in_one_chain_in_order() -> None:
-    columns = [(5, 0), (6, 3), (7, 5), (8, 6), (9, 7)]
-    table = np.array([(dst, src, i, i) for i, (dst, src) in enumerate(columns)]).T
-    hops = Hops(table=table, steps=((1, True), (1, False), (2, False), (1, False)))
-    nothing = replace(hops, table=table[:, :0], steps=())
-    again = replace(hops, table=table.copy())  # the same states of another buffer: other chains
-    made = PackedHops(([hops, nothing], None), ([again], np.arange(10) + 100))
-    found, renumbered = made[hops], made[again]
-    rows = found.hops.view(np.int32).reshape(-1, 4).tolist()
-    chains = found.chains.view(np.int32).tolist()
-    wanted = [[5, 0, 0, -1], [7, 5, 2, 2], [9, 7, 4, 4], [6, 3, 1, 1], [8, 6, 3, 3]]
-    assert rows == wanted + [[dst + 100, src + 100, offset, row] for dst, src, offset, row in wanted]
-    assert chains[:5] == [0, 3, 5, 8, 10]
-    assert [(x.first_chain, x.num_chains) for x in (found, renumbered)] == [(0, 2), (2, 2)]
-    assert renumbered.hops is found.hops
-    assert renumbered.chains is found.chains
-    assert made[nothing].num_chains == 0
-
-
-def test_packed_tables_hold_int32_with_an_odd_one_padded() -> None:
-    assert packed([1, -2, 3]).view(np.int32).tolist() == [1, -2, 3, 0]
-    assert packed(np.zeros((0, 4))).shape == (0,)
+    assert ctx.kernels.forward.tables.num_rows == ((0, 9), (0, 9))
 
 
 @pytest.mark.parametrize("segments", [1, 2])

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import itertools
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 
 from cp_gdn.layout import partition
 from cp_gdn.plan import CHUNK, Plan, build_plan
-from cp_gdn.schedule import Schedule, build_schedule
-from cp_gdn.tables import upload
+from cp_gdn.walks import DEPENDENT, INDEPENDENT, SUMMARY, TRANSFER
 from tests.plans import Drawn, drawn_plans, plan_rank
 
 EXAMPLES = settings(max_examples=60, deadline=None)
-CPU = torch.device("cpu")
 
 
 def plans(drawn: Drawn) -> list[Plan]:
@@ -113,17 +109,25 @@ def test_every_document_starts_on_one_rank_and_ends_on_one_and_empty_ones_are_ra
 
 @EXAMPLES
 @given(drawn=drawn_plans())
-def test_a_walk_takes_the_chunks_of_its_segments_in_order_or_in_reverse(drawn: Drawn) -> None:
-    for plan in plans(drawn):
-        ids = np.arange(len(plan.segments))[::2]
+def test_every_walk_takes_the_chunks_of_its_segments_in_order_or_in_reverse(drawn: Drawn) -> None:
+    for rank, plan in enumerate(plans(drawn)):
+        made = plan_rank(drawn, rank, "ring")
+        walks = made.schedule.walks
+        assert walks is not None
+        before, after = plan.segments.around
+        wanted = {(SUMMARY, False): after, (SUMMARY, True): before, (TRANSFER, False): before & after}
+        for (kind, reverse), chosen in wanted.items():
+            assert sorted(walks.of(kind, reverse).segments) == np.flatnonzero(chosen).tolist()
         for reverse in (False, True):
-            walk = plan.segment_set(ids, reverse=reverse)
+            replayed = [*walks.of(INDEPENDENT, reverse).segments, *walks.of(DEPENDENT, reverse).segments]
+            assert sorted(replayed) == list(range(len(plan.segments)))
+        for kind, reverse in [*itertools.product((SUMMARY, INDEPENDENT, DEPENDENT), (False, True)), (TRANSFER, False)]:
+            walk = walks.of(kind, reverse)
             visited: dict[int, list[int]] = {int(s): [] for s in walk.segments}
-            steps = np.split(walk.chunks, np.cumsum(walk.active)[:-1]) if walk.active else []
+            steps = walk.chunks.split(walk.active)
             for active, chunks in zip(walk.active, steps, strict=True):
                 for s, chunk in zip(walk.segments[:active], chunks, strict=True):
                     visited[int(s)].append(int(chunk))
-            assert sorted(visited) == ids.tolist()
             for s, chunks in visited.items():
                 first = int(plan.segments.first_chunk[s])
                 run = list(range(first, first + int(plan.segments.num_chunks[s])))
@@ -135,24 +139,13 @@ def test_a_walk_takes_the_chunks_of_its_segments_in_order_or_in_reverse(drawn: D
 def test_every_token_has_its_place_in_a_chunk_and_every_other_row_is_empty(drawn: Drawn) -> None:
     for rank in range(drawn.part.world_size):
         made = plan_rank(drawn, rank, "ring")
-        schedule = build_schedule(drawn.part, made.plan, made.chains)
+        schedule = made.schedule
         tokens = made.plan.num_tokens
         assert schedule.rows[schedule.back].tolist() == list(range(tokens))
         assert sorted(schedule.rows.tolist()) == [*range(tokens), *[tokens] * (len(schedule.rows) - tokens)]
         assert (schedule.back // CHUNK).tolist() == np.repeat(
             np.arange(len(made.plan.chunks)), made.plan.chunks.count
         ).tolist()
-        check_stages(made.plan, schedule)
-
-
-def check_stages(plan: Plan, schedule: Schedule) -> None:
-    """Both directions replay every segment once; summaries and maps are made exactly where they are needed."""
-    has_prev, has_next = plan.segments.has_prev, plan.segments.has_next
-    for side, after in ((schedule.forward, has_next), (schedule.adjoint, has_prev)):
-        replayed = [*side.independent.walk.segments, *side.dependent.walk.segments]
-        assert sorted(replayed) == list(range(len(plan.segments)))
-        assert sorted(side.summary.segments) == np.flatnonzero(after).tolist()
-    assert sorted(schedule.transfer.segments) == np.flatnonzero(has_prev & has_next).tolist()
 
 
 def test_a_document_of_one_segment_needs_no_summary_and_its_middle_only_a_map() -> None:
@@ -174,27 +167,3 @@ def test_a_cut_off_the_grid_is_refused_with_document_cut_and_the_align_that_help
         with pytest.raises(ValueError, match=text):
             build_plan(part, rank, p_vector=(1,) * 4, grid=grid)
         build_plan(partition([0, 50, 690], 4, "contiguous", align=64 * grid), rank, p_vector=(1,) * 4, grid=grid)
-
-
-@dataclass(frozen=True)
-class Branch:
-    table: Any
-    kept: str
-    others: tuple[Any, ...]
-    empty: Any
-
-
-def test_tables_arrive_whole_in_one_buffer_and_the_rest_as_it_was() -> None:
-    square, pair, empty = np.zeros((2, 3), dtype=np.int64), (np.arange(3), np.arange(4)), np.zeros(0, dtype=np.int64)
-    branch = Branch(table=square, kept="text", others=pair, empty=empty)
-    first, (nothing, second) = upload((Branch(np.arange(5), "root", (branch, None), None), (None, branch)), CPU)
-    assert (first.table.tolist(), first.kept, nothing) == ([0, 1, 2, 3, 4], "root", None)
-    assert first.others[0] is second
-    assert first.others[1] is None
-    assert (second.table.shape, second.kept, second.empty.shape) == ((2, 3), "text", (0,))
-    assert [x.tolist() for x in second.others] == [[0, 1, 2], [0, 1, 2, 3]]
-    tensors = (first.table, second.table, *second.others, second.empty)
-    assert len({x.untyped_storage().data_ptr() for x in tensors}) == 1
-    assert {x.dtype for x in tensors} == {torch.int64}
-    assert branch.table is square
-    assert branch.others is pair

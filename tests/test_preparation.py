@@ -19,10 +19,10 @@ from cp_gdn.calibration import H200_MODEL
 from cp_gdn.context import Context, assemble_context, build_context, device_calibration, digest_fields
 from cp_gdn.exchange import Sizes, choose
 from cp_gdn.layout import KEPT_RANKS, Partition, partition
+from cp_gdn.page import ALIGN, Page
 from cp_gdn.plan import CHUNK, build_plan
-from cp_gdn.schedule import build_schedule, shifted_runs
+from cp_gdn.schedule import shifted_runs
 from cp_gdn.segments import RULES, resolve_segments
-from cp_gdn.tables import ALIGN, upload
 from tests.cases import LAYOUTS
 from tests.plans import Drawn, drawn_plans, plan_rank
 
@@ -58,19 +58,19 @@ def planned(part: Partition, rank: int, **changes: Any) -> Context:
 def test_tables_with_an_entry_per_token_follow_from_those_of_chunks_and_fragments(drawn: Drawn) -> None:
     for rank in range(drawn.part.world_size):
         made = plan_rank(drawn, rank, "ring")
-        schedule = build_schedule(drawn.part, made.plan, made.chains)
-        chunks, own = made.plan.chunks, schedule.tokens
+        schedule, chunks = made.schedule, made.plan.chunks
+        own, of_chunks = schedule.tokens.fragments.data, schedule.tokens.chunks.data
         places = [c * CHUNK + i for c, n in enumerate(chunks.count) for i in range(n)]
         assert schedule.back.tolist() == places
         assert schedule.token_ids.tolist() == drawn.part.token_ids(rank).tolist()
         assert schedule.positions.tolist() == drawn.part.positions(rank).tolist()
         rows = torch.arange(made.plan.num_tokens)
         for host, shift, count in (
-            (schedule.back, own.chunk_shift, own.chunk_count),
-            (schedule.token_ids, own.id_shift, own.fragment_length),
-            (schedule.positions, own.position_shift, own.fragment_length),
+            (schedule.back, of_chunks[1], of_chunks[0]),
+            (schedule.token_ids, own[1], own[0]),
+            (schedule.positions, own[2], own[0]),
         ):
-            on_device = shifted_runs(rows, torch.from_numpy(shift), torch.from_numpy(count))
+            on_device = shifted_runs(rows, shift, count)
             assert on_device.dtype == host.dtype == torch.int64
             assert torch.equal(on_device, host)
 
@@ -94,23 +94,21 @@ def test_a_token_table_that_is_first_read_by_a_compiler_or_under_a_mode_is_the_t
         assert torch.equal(made.positions, positions)
 
 
-@dataclass(frozen=True)
-class Tables:
-    tables: tuple[Any, ...]
-    again: Any
-
-
-def test_every_table_lies_at_a_256_byte_border_of_one_buffer_and_is_moved_once() -> None:
-    twice, nothing = np.arange(5), np.zeros((4, 0), dtype=np.int64)
-    tree = Tables((twice, np.arange(40), np.arange(6).reshape(2, 3), nothing), twice)
-    moved = upload(tree, torch.device("cpu"))
-    first, _, square, empty = moved.tables
-    assert first is moved.again
-    assert (square.tolist(), empty.shape) == ([[0, 1, 2], [3, 4, 5]], (4, 0))
-    assert [x.storage_offset() % ALIGN for x in moved.tables] == [0, 0, 0, 0]
-    assert len({x.untyped_storage().data_ptr() for x in moved.tables}) == 1
-    assert first.untyped_storage().nbytes() == 8 * ALIGN * 4
-    assert ALIGN * first.element_size() == 256
+def test_every_table_lies_at_a_256_byte_border_of_one_buffer_and_a_cpu_has_it_as_it_is() -> None:
+    page = Page()
+    arrays = np.arange(5), np.arange(40), np.arange(6).reshape(2, 3), np.zeros((4, 0), dtype=np.int64), np.arange(32)
+    tables = [page.put(array) for array in arrays]
+    lists = page.put_lists(np.arange(7)[None], [3, 0, 4])
+    pieces, starts = page.laid_out()
+    buffer = np.concatenate(pieces)
+    assert starts == [0, 32, 96, 128, 128, 160, 192]
+    assert (len(buffer), ALIGN * buffer.itemsize) == (192, 256)
+    page.upload(torch.device("cpu"))
+    for table, array, start in zip(tables, arrays, starts, strict=False):
+        assert np.array_equal(buffer[start : start + array.size].reshape(array.shape), array)
+        assert table.data.dtype == torch.int64
+        assert np.array_equal(table.data.numpy(), array)
+    assert [[row.tolist() for row in lists[i]] for i in range(len(lists))] == [[[0, 1, 2]], [[]], [[3, 4, 5, 6]]]
 
 
 # ---- this rank's P alone ---------------------------------------------------------------------------------------------

@@ -21,7 +21,6 @@ from cp_gdn.comm import Batch, Message
 from cp_gdn.exchange import Sizes, choose, choose_exchange
 from cp_gdn.flow import Flow
 from cp_gdn.layout import Partition, partition
-from cp_gdn.tables import upload
 from tests.cases import LAYOUTS, WORLDS, Content, Run, cut
 from tests.pack import Share, context_of, make_pack, run_in_twin, step
 from tests.plans import Drawn, RankPlan, drawn_plans, plan_all
@@ -41,13 +40,14 @@ def borders(made: RankPlan, part: Partition, reverse: bool) -> Iterator[tuple[st
     enters, leaves = (end, start) if reverse else (start, end)
     exits = made.rows.exit_state.reshape(2, -1)[int(reverse)]
     slot_of_exit = {int(s): slot for slot, s in enumerate(exits) if s >= len(made.plan.segments)}
-    steps = made.routes.adjoint_steps if reverse else made.routes.forward_steps
+    steps = made.routes.ring.adjoint if reverse else made.routes.ring.forward
+    states = made.routes.ring.states
     for number, ring_step in enumerate(steps):
         for parcel in ring_step.receives:
-            for slot in made.plan.segments.slot[parcel.states]:
+            for slot in made.plan.segments.slot[states[parcel.index][0].tolist()]:
                 yield "recv", parcel.peer, number - 1, int(doc[slot]), int(enters[slot])
         for parcel in ring_step.sends:
-            for slot in (slot_of_exit[int(s)] for s in parcel.states):
+            for slot in (slot_of_exit[int(s)] for s in states[parcel.index][0]):
                 yield "send", parcel.peer, number, int(doc[slot]), int(leaves[slot])
 
 
@@ -109,7 +109,7 @@ def posted_batches(made: RankPlan, reverse: bool) -> list[tuple[list[int], list[
         kept=None,
         purpose="STATE",
     )
-    exchange = upload(made.routes, torch.device("cpu")).exchange(posted, flow)  # type: ignore[arg-type]
+    exchange = made.routes.exchange(posted, flow)  # type: ignore[arg-type]
     exchange.start()
     exchange.wait()
     return posted.batches
@@ -184,11 +184,11 @@ def test_batches_are_few_however_many_documents_cross(lengths: list[int], world:
 @given(drawn=drawn_plans())
 def test_all_ranks_count_every_ranks_summaries_and_replies_alike(drawn: Drawn) -> None:
     made = plan_all(drawn, "a2a")
-    for side in ("forward_owner", "adjoint_owner"):
-        owners = [getattr(of_rank.routes, side) for of_rank in made]
-        if not crossings(drawn.part):
-            assert owners == [None] * len(made)
-            continue
+    if not crossings(drawn.part):
+        assert [of_rank.routes.owners for of_rank in made] == [None] * len(made)
+        return
+    for direction in (0, 1):
+        owners = [of_rank.routes.owners[direction] for of_rank in made if of_rank.routes.owners]
         for counts in ("num_heads", "num_rows", "num_replies", "num_states"):
             assert len({getattr(owner, counts) for owner in owners}) == 1
         for rank, owner in enumerate(owners):

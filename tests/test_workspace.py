@@ -90,8 +90,8 @@ def test_the_layout_lists_every_buffer_with_its_place_and_lifetime() -> None:
         "backward": ["maps", "adjoints", "adjoint offsets", "after", "values", "before", "residual"],
     }
     rows, states = (7, 2, 64, 16), (7, 2, 32, 16)  # 35 + 35 and 85 + 85 tokens: 1 + 2 and 2 + 2 chunks
-    sides = {"states": ctx.schedule.forward.num_states, "adjoints": ctx.schedule.adjoint.num_states}
-    sides |= {"offsets": ctx.schedule.forward.num_offsets, "adjoint offsets": ctx.schedule.adjoint.num_offsets}
+    sides = dict(zip(("states", "adjoints"), ctx.schedule.num_states, strict=True))
+    sides |= dict(zip(("offsets", "adjoint offsets"), ctx.schedule.num_offsets, strict=True))
     wanted = {name: (count, 2, 32, 16) for name, count in sides.items()}
     wanted |= dict.fromkeys(("out", "values", "residual"), rows) | dict.fromkeys(("after", "before"), states)
     wanted["maps"] = (ctx.schedule.num_maps, 2, 32, 32)

@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 
 from cp_gdn.conv import causal_conv1d
-from cp_gdn.halo import build_halo
+from cp_gdn.halo import Halo, build_halo
 from cp_gdn.layout import Partition, partition
+from cp_gdn.page import Page
 
 PACKS = {
     "ragged": (7, 1, 5, 11, 2),
@@ -36,6 +37,14 @@ def cut(lengths: Sequence[int], world: int, layout: str) -> Partition:
     return partition(bounds, world, fragments=[tokens[rank::world][::-1] for rank in range(world)])
 
 
+def halo_of(part: Partition, rank: int, width: int) -> Halo:
+    """The halo of one rank, on a CPU."""
+    page = Page()
+    halo = build_halo(part, rank, width, page)
+    page.upload(torch.device("cpu"))
+    return halo
+
+
 def bare_context(part: Partition, comm: Any, conv: tuple[int, int] | None = None, dtype: Any = torch.float64) -> Any:
     """What sharding and convolution read of a context."""
     return SimpleNamespace(
@@ -46,7 +55,7 @@ def bare_context(part: Partition, comm: Any, conv: tuple[int, int] | None = None
         num_tokens=part.local_tokens(comm.rank),
         token_ids=torch.tensor(part.token_ids(comm.rank)),
         positions=torch.tensor(part.positions(comm.rank)),
-        halo=None if conv is None else build_halo(part, comm.rank, conv[1]).to("cpu"),
+        halo=None if conv is None else halo_of(part, comm.rank, conv[1]),
         conv=conv,
         heads=(1, 1),
         head_dims=(16, 16),

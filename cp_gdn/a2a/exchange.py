@@ -35,7 +35,9 @@ class OwnerExchange:
         heads, offsets, maps = self._unpack(self.pending.wait())
         self.owned_maps = maps if flow.kept is None else flow.kept
         states = flow.states.new_zeros((routes.num_states, *offsets.shape[1:]))
-        affine.run(routes.hops, states, self.owned_maps, torch.cat([heads, offsets]), adjoint=flow.adjoint)
+        affine.run(
+            routes.hops.of(0, flow.adjoint), states, self.owned_maps, torch.cat([heads, offsets]), adjoint=flow.adjoint
+        )
         state = flow.states.shape[2] * flow.states.shape[3]
         width, replies = self._width(self.comm.rank), routes.num_replies
         home = states[: sum(replies)].reshape(-1)

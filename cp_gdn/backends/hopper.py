@@ -14,15 +14,19 @@ from torch import Tensor
 from cp_gdn import affine
 from cp_gdn.backends.cubins import cubins, variants_of
 from cp_gdn.backends.hopper_fold import load_fold
+from cp_gdn.backends.hopper_items import ADJOINT_SUMMARY, DEPENDENT, INDEPENDENT, SUMMARY, TRANSFER
 from cp_gdn.backends.hopper_prepare import Prepared, PrepareKernel, load_prepare, prepare
 from cp_gdn.backends.hopper_spread import Spread, load_spread, spread
 from cp_gdn.backends.hopper_strips import Chunks
-from cp_gdn.backends.hopper_tables import DEPENDENT, INDEPENDENT, SUMMARY, TRANSFER, KernelTables, rows_index
+from cp_gdn.backends.hopper_tables import TRANSFER_ROWS, KernelTables, rows_index
 from cp_gdn.backends.hopper_walk import Ends, Items, Summaries, WalkInputs, load_walk, replay, summarize
 from cp_gdn.backends.launch import Kernel, map_ready, on_device
 from cp_gdn.backends.torch_chunked import Inputs
+from cp_gdn.chains import COMPOSE, COMPOSE_MAPS, INNER_DEPENDENT, INNER_INDEPENDENT, LOCAL
 from cp_gdn.comm import Comm
+from cp_gdn.exchange import Routes
 from cp_gdn.flow import Exchange, Flow
+from cp_gdn.schedule import Schedule
 from cp_gdn.workspace import Room
 
 
@@ -74,6 +78,15 @@ class Entered:
         return None if self.found is None else self.found.maps
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Uploaded:
+    """What a context has put on its device."""
+
+    tables: KernelTables
+    schedule: Schedule
+    routes: Routes
+
+
 @dataclass(frozen=True, kw_only=True)
 class HopperBackend:
     """Stages of the forward of one context.
@@ -84,6 +97,8 @@ class HopperBackend:
     """
 
     tables: KernelTables
+    schedule: Schedule
+    routes: Routes
     made: Spread
     work: Sequence[Items]
     ends: Sequence[Tensor]
@@ -96,21 +111,24 @@ class HopperBackend:
     heads: tuple[int, int]
 
     @classmethod
-    def of(cls, tables: KernelTables, heads: tuple[int, int], cutoff: float | None) -> "HopperBackend":
-        """The backend of uploaded ``tables``; the kernels are loaded already."""
-        index, value_heads = tables.items.device.index, heads[1]
+    def of(cls, uploaded: Uploaded, heads: tuple[int, int], cutoff: float | None) -> "HopperBackend":
+        """The backend of ``uploaded`` tables; the kernels are loaded already."""
+        tables = uploaded.tables
+        index, value_heads = tables.items.data.device.index, heads[1]
         kernels = load_kernels(index, value_heads // heads[0])
         with on_device(index):
             made = spread(kernels.spread, tables, heads)
-        items = made.items.split([value_heads * n for n in tables.counts])
+        items = made.items.split([value_heads * n for n in tables.counts[:ADJOINT_SUMMARY]])
         return cls(
             tables=tables,
+            schedule=uploaded.schedule,
+            routes=uploaded.routes,
             made=made,
-            work=[Items(items=x, segments=tables.segments) for x in items],
-            ends=tables.rows.unbind(),
-            chunks=Chunks(rows=tables.chunks.view(torch.int32).view(-1, 2), ranks=made.ranks, kinds=tables.strips),
-            nothing=torch.empty((0, value_heads, 128, 128), device=tables.items.device),
-            alone=not any(tables.counts[:INDEPENDENT]) and tables.routes.kind == "none",
+            work=[Items(items=x, segments=tables.segments.data) for x in items],
+            ends=tables.rows.data.unbind(),
+            chunks=Chunks(rows=tables.chunks.data.view(torch.int32).view(-1, 2), ranks=made.ranks, kinds=tables.strips),
+            nothing=torch.empty((0, value_heads, 128, 128), device=tables.items.data.device),
+            alone=not any(tables.counts[:INDEPENDENT]) and uploaded.routes.kind == "none",
             kernels=kernels,
             cutoff=cutoff,
             device=index,
@@ -151,42 +169,44 @@ class HopperBackend:
     def summarized(self, x: WalkInputs, states: Tensor | None, room: Room, *, initial: bool = False) -> Summarized:
         """Maps of all segments that need one, then the composed ones, and the offsets, from ``states``; None: maps
         alone."""
-        tables, walk = self.tables, TRANSFER if states is None else SUMMARY
+        walk = TRANSFER if states is None else SUMMARY
         if self.alone:
             return Summarized(maps=self.new_states(0), offsets=self.nothing, dropped=None)
-        maps = self.buffer(room, "maps", tables.num_maps)
+        maps = self.buffer(room, "maps", self.schedule.num_maps)
         dropped = None if self.cutoff is None else room.take("dropped")
         offsets = self.nothing if states is None else self._offsets(x, room)
-        ends = Ends(rows=self._rows(walk, initial=initial), start=states, end=offsets)
+        rows = self.ends[TRANSFER_ROWS] if states is None else self._rows(replay=False, initial=initial)
+        ends = Ends(rows=rows, start=states, end=offsets)
         summaries = Summaries(maps=maps, cutoff=self.cutoff, dropped=dropped)
         summarize(self.kernels.summary, x, self.work[walk], ends, summaries)
-        affine.run(tables.compose_maps, maps, maps, None, dropped=dropped)
+        affine.run(self.schedule.hops.of(COMPOSE_MAPS), maps, maps, None, dropped=dropped)
         return Summarized(maps=maps, offsets=offsets, dropped=dropped)
 
     def _offsets(self, x: WalkInputs, room: Room) -> Tensor:
         """Rows of their own, or in the memory of o: nobody needs them when it is written."""
         if room.holds("offsets"):
             return room.take("offsets")
-        shape, first = (self.tables.side.num_offsets, *self.state_shape), self.tables.free_rows[0]
+        shape, first = (self.schedule.num_offsets[0], *self.state_shape), self.tables.free_rows[0]
         return x.out[first:].view(-1)[: 2 * math.prod(shape)].view(torch.float32).view(shape)
 
     def enter(self, comm: Comm, x: WalkInputs, initial: Tensor | None, purpose: str, room: Room) -> Entered:
         """Summarize, fold what needs no message, and begin the exchange."""
-        tables, side, has_initial = self.tables, self.tables.side, initial is not None
-        states = self.buffer(room, "states", tables.num_rows[has_initial])
+        has_initial, hops = initial is not None, self.schedule.hops
+        states = self.buffer(room, "states", self.tables.num_rows[0][has_initial])
         if initial is not None:
-            states[side.start_state] = initial[side.start_row]
+            starts, rows = self.schedule.starts[0]
+            states[starts] = initial[rows]
         found = self.summarized(x, states, room, initial=has_initial)
         if self.alone:
             return Entered(states=states, found=found, exchange=None)
-        affine.run(side.compose, found.offsets, found.maps, found.offsets, dropped=found.dropped)
-        affine.run(side.local, states, found.maps, found.offsets, dropped=found.dropped)
+        affine.run(hops.of(COMPOSE), found.offsets, found.maps, found.offsets, dropped=found.dropped)
+        affine.run(hops.of(LOCAL), states, found.maps, found.offsets, dropped=found.dropped)
         exchange = None
-        if tables.routes.kind != "none":
+        if self.routes.kind != "none":
             flow = {"states": states, "maps": found.maps, "offsets": found.offsets}
-            exchange = tables.routes.exchange(comm, Flow(**flow, adjoint=False, kept=None, purpose=purpose))
+            exchange = self.routes.exchange(comm, Flow(**flow, adjoint=False, kept=None, purpose=purpose))
             exchange.start()
-        affine.run(side.inner_independent, states, found.maps, found.offsets, dropped=found.dropped)
+        affine.run(hops.of(INNER_INDEPENDENT), states, found.maps, found.offsets, dropped=found.dropped)
         return Entered(states=states, found=found, exchange=exchange)
 
     def settle(self, entered: Entered) -> None:
@@ -196,7 +216,7 @@ class HopperBackend:
         found = entered.found
         assert found is not None
         entered.exchange.wait()
-        hops = self.tables.side.inner_dependent
+        hops = self.schedule.hops.of(INNER_DEPENDENT)
         affine.run(hops, entered.states, found.maps, found.offsets, dropped=found.dropped)
 
     def replay(self, x: WalkInputs, entered: Entered, final: Tensor | None, *, initial: bool) -> None:
@@ -205,16 +225,16 @@ class HopperBackend:
             if part == DEPENDENT:
                 self.settle(entered)
             if self.tables.counts[part]:
-                rows = self._rows(part, initial=initial, final=final is not None)
+                rows = self._rows(replay=True, initial=initial, final=final is not None)
                 ends = Ends(rows=rows, start=entered.states if entered.states.shape[0] else None, end=final)
                 replay(self.kernels.output, x, self.work[part], ends)
 
     def entry_states(self, saved: Tensor) -> Tensor:
         """[n, HV, K, V], the entry state of every segment, of a state buffer of `enter`."""
-        row, states = self.tables.row_of_segment, self.new_states(self.tables.num_segments).zero_()
+        row, states = self.tables.row_of_segment.data, self.new_states(self.tables.num_segments).zero_()
         if not len(saved):
             return states
         return torch.where((row < len(saved))[:, None, None, None], saved[row.clamp(max=len(saved) - 1)], states)
 
-    def _rows(self, walk: int, *, initial: bool = False, final: bool = True) -> Tensor:
-        return self.ends[rows_index(walk, initial=initial, final=final)]
+    def _rows(self, *, replay: bool, initial: bool = False, final: bool = False) -> Tensor:
+        return self.ends[rows_index(reverse=False, replay=replay, given=initial, wanted=final)]

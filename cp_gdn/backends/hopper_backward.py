@@ -14,14 +14,14 @@ from torch import Tensor
 
 from cp_gdn import affine
 from cp_gdn.backends import hopper_walk
-from cp_gdn.backends.hopper import HopperBackend
+from cp_gdn.backends.hopper import HopperBackend, Uploaded
 from cp_gdn.backends.hopper_grad import KernelGradients, grad, load_grad
+from cp_gdn.backends.hopper_items import ADJOINT_SUMMARY
 from cp_gdn.backends.hopper_memory import MemorySizes, buffers_of
-from cp_gdn.backends.hopper_mirror import MirrorTables, mirror_index
 from cp_gdn.backends.hopper_prepare import prepared_parts
 from cp_gdn.backends.hopper_slabs import NO_ADJOINT, NO_STATE
 from cp_gdn.backends.hopper_spread import Spread
-from cp_gdn.backends.hopper_tables import INDEPENDENT, KernelTables, rows_index
+from cp_gdn.backends.hopper_tables import KernelTables, rows_index
 from cp_gdn.backends.hopper_walk import (
     Ends,
     Items,
@@ -33,6 +33,7 @@ from cp_gdn.backends.hopper_walk import (
 )
 from cp_gdn.backends.launch import Kernel, map_ready, on_device
 from cp_gdn.backends.torch_chunked import Inputs
+from cp_gdn.chains import COMPOSE, INNER_DEPENDENT, INNER_INDEPENDENT, LOCAL
 from cp_gdn.comm import Comm
 from cp_gdn.flow import Flow
 from cp_gdn.options import Options
@@ -99,42 +100,37 @@ class HopperKernels:
     """
 
     forward: HopperBackend
-    tables: MirrorTables
     summary: Items
     slabs: Sequence[SlabWork]
     places: int
-    rows: Sequence[Tensor]
     kernels: BackwardKernels
     sizes: MemorySizes
 
     @classmethod
-    def of(
-        cls, uploaded: KernelTables, heads: tuple[int, int], cutoff: float | None, options: Options, tokens: int
-    ) -> "HopperKernels":
+    def of(cls, uploaded: Uploaded, heads: tuple[int, int], cutoff: float | None, options: Options) -> "HopperKernels":
         """The kernels of a context whose tables are on the device; they are loaded already."""
-        forward, tables, group = HopperBackend.of(uploaded, heads, cutoff), uploaded.mirror, heads[1] // heads[0]
+        forward, group = HopperBackend.of(uploaded, heads, cutoff), heads[1] // heads[0]
+        tables, schedule = uploaded.tables, uploaded.schedule
         with on_device(forward.device):
             kernels = BackwardKernels.load(group)
-        summarized, replayed = forward.made.mirrored.split([heads[1] * n for n in tables.counts])
+        summarized, replayed = forward.made.mirrored.split([heads[1] * n for n in tables.counts[ADJOINT_SUMMARY:]])
         places = max((slab.steps for slab in tables.slabs.slabs), default=0) * group
         return cls(
             forward=forward,
-            tables=tables,
-            summary=Items(items=summarized, segments=uploaded.segments),
-            slabs=_slab_work(uploaded, forward.made, replayed, group),
+            summary=Items(items=summarized, segments=tables.segments.data),
+            slabs=_slab_work(tables, forward.made, replayed, group),
             places=places,
-            rows=tables.rows.unbind(),
             kernels=kernels,
             sizes=MemorySizes(
                 value_heads=heads[1],
-                prepared=prepared_parts(tokens, heads, uploaded.strips)[-1],
+                prepared=prepared_parts(schedule.tokens.num_tokens, heads, tables.strips)[-1],
                 places=places,
-                states=uploaded.num_rows,
-                adjoints=tables.num_rows,
-                offsets=uploaded.side.num_offsets,
-                adjoint_offsets=tables.side.num_offsets,
-                maps=uploaded.num_maps,
-                free_rows=uploaded.free_rows[1],
+                states=tables.num_rows[0],
+                adjoints=tables.num_rows[1],
+                offsets=schedule.num_offsets[0],
+                adjoint_offsets=schedule.num_offsets[1],
+                maps=schedule.num_maps,
+                free_rows=tables.free_rows[1],
                 alone=forward.alone,
                 cutoff=cutoff is not None,
                 keeps_states=options.keeps_states,
@@ -169,12 +165,12 @@ class HopperKernels:
 
     def saved_rows(self, *, initial: bool) -> int:
         """Rows of the states that a forward keeps, by whether an initial state came in."""
-        return self.forward.tables.num_rows[int(initial)]
+        return self.forward.tables.num_rows[0][initial]
 
     def first_states(self, x: WalkInputs, boundary: Boundary, dfinal: Tensor | None, room: Room) -> Begun:
         """The states of the first slab, which need no adjoint: beside them an exchange is under way, and whatever takes
         time on the host."""
-        rows = self.forward.ends[rows_index(INDEPENDENT, initial=boundary.initial, final=False)]
+        rows = self._rows(reverse=False, replay=True, given=boundary.initial)
         zero = NO_STATE * (not boundary.initial) + NO_ADJOINT * (dfinal is None)
         begun = Begun(
             x=x,
@@ -196,20 +192,23 @@ class HopperKernels:
             room: scratch memory.
         """
         (dout, out), x, dfinal = given, begun.x, begun.dfinal
-        tables, initial = self.forward.tables, begun.boundary.initial
+        initial, empty = begun.boundary.initial, self.forward.schedule.empty.data
         mirrored = x.mirrored(map_ready(torch.zeros_like(x.v) if dout is None else dout), out.v)
         states = self._adjoints(comm, mirrored, begun, room)
-        dinitial = self.forward.new_states(tables.num_entries if initial else 0)
-        index = mirror_index(replay=True, final=dfinal is not None, initial=initial)
-        ends, kernel = Ends(rows=self.rows[index], start=_if_any(states), end=dinitial), self.kernels.grad[x.l2norm]
+        dinitial = self.forward.new_states(self.forward.tables.num_entries if initial else 0)
+        rows = self._rows(reverse=True, replay=True, given=dfinal is not None, wanted=initial)
+        ends, kernel = Ends(rows=rows, start=_if_any(states), end=dinitial), self.kernels.grad[x.l2norm]
         for i, slab in enumerate(self.slabs):
             if i:
                 self._states(begun, slab)
             hopper_walk.replay(self.kernels.replay, mirrored, slab.items, ends, (begun.tapes.adjoints, 0))
             grad(kernel, mirrored, slab.steps, begun.tapes, out)
-        if initial and tables.empty_entry.numel():
-            dinitial[tables.empty_entry] = 0.0 if dfinal is None else dfinal[tables.empty_exit]
+        if initial and empty.numel():
+            dinitial[empty[0]] = 0.0 if dfinal is None else dfinal[empty[1]]
         return dinitial
+
+    def _rows(self, *, reverse: bool, replay: bool, given: bool, wanted: bool = False) -> Tensor:
+        return self.forward.ends[rows_index(reverse=reverse, replay=replay, given=given, wanted=wanted)]
 
     def _states(self, begun: Begun, slab: SlabWork) -> None:
         tapes = begun.tapes
@@ -217,32 +216,37 @@ class HopperKernels:
 
     def _adjoints(self, comm: Comm, x: WalkInputs, begun: Begun, room: Room) -> Tensor:
         """Exit adjoints of all segments that are not zero: summaries, exchange and folds."""
-        tables, side, maps, dfinal = self.tables, self.tables.side, begun.boundary.maps, begun.dfinal
-        states = room.take("adjoints")
+        schedule, routes, maps, dfinal = self.forward.schedule, self.forward.routes, begun.boundary.maps, begun.dfinal
+        states, hops = room.take("adjoints"), schedule.hops
         if dfinal is not None:
-            states[side.start_state] = dfinal[side.start_row]
+            starts, rows = schedule.starts[1]
+            states[starts] = dfinal[rows]
         if self.forward.alone:
             return states
         own = room.holds("adjoint offsets")
-        offsets = room.take("adjoint offsets") if own else begun.tapes.before_adjoints(self.sizes.row(side.num_offsets))
-        rows = self.rows[mirror_index(replay=False, final=dfinal is not None, initial=False)]
+        offsets = (
+            room.take("adjoint offsets")
+            if own
+            else begun.tapes.before_adjoints(self.sizes.row(schedule.num_offsets[1]))
+        )
+        rows = self._rows(reverse=True, replay=False, given=dfinal is not None)
         dropped = None if self.forward.cutoff is None else room.take("adjoint dropped")
         found = Summaries(maps=None, cutoff=self.forward.cutoff, dropped=dropped)
         ends = Ends(rows=rows, start=_if_any(states), end=offsets)
         hopper_walk.summarize(self.kernels.summary, x, self.summary, ends, found)
-        affine.run(side.compose, offsets, maps, offsets, adjoint=True)
-        affine.run(side.local, states, maps, offsets, adjoint=True)
-        if tables.routes.kind == "none":
-            affine.run(side.inner_independent, states, maps, offsets, adjoint=True, dropped=dropped)
+        affine.run(hops.of(COMPOSE, True), offsets, maps, offsets, adjoint=True)
+        affine.run(hops.of(LOCAL, True), states, maps, offsets, adjoint=True)
+        if routes.kind == "none":
+            affine.run(hops.of(INNER_INDEPENDENT, True), states, maps, offsets, adjoint=True, dropped=dropped)
             return states
         flow = Flow(
             states=states, maps=maps, offsets=offsets, adjoint=True, kept=begun.boundary.owned, purpose="ADJOINT"
         )
-        exchange = tables.routes.exchange(comm, flow)
+        exchange = routes.exchange(comm, flow)
         exchange.start()
-        affine.run(side.inner_independent, states, maps, offsets, adjoint=True, dropped=dropped)
+        affine.run(hops.of(INNER_INDEPENDENT, True), states, maps, offsets, adjoint=True, dropped=dropped)
         exchange.wait()
-        affine.run(side.inner_dependent, states, maps, offsets, adjoint=True, dropped=dropped)
+        affine.run(hops.of(INNER_DEPENDENT, True), states, maps, offsets, adjoint=True, dropped=dropped)
         return states
 
 
@@ -258,8 +262,8 @@ def _if_any(states: Tensor) -> Tensor | None:
 def _slab_work(tables: KernelTables, made: Spread, replayed: Tensor, group: int) -> list[SlabWork]:
     """Of the items of the replay, of all heads."""
     found = []
-    for slab in tables.mirror.slabs.slabs:
+    for slab in tables.slabs.slabs:
         own = slice(slab.first_pair * group, slab.end_pair * group)
-        blocks = Items(items=replayed[own], segments=tables.segments, places=made.places[own])
+        blocks = Items(items=replayed[own], segments=tables.segments.data, places=made.places[own])
         found.append(SlabWork(items=blocks, steps=made.steps[slab.first_step : slab.end_step]))
     return found

@@ -1,64 +1,61 @@
 """The a2a exchange of kernel contexts: an owner folds on the message itself, and few launches pack and unpack it."""
 
-from dataclasses import dataclass, fields
+from dataclasses import replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from cp_gdn import affine
 from cp_gdn.a2a.exchange import OwnerExchange
-from cp_gdn.a2a.routes import OwnerRoutes
-from cp_gdn.chains import NO_HOPS, Hops
-from cp_gdn.comm import Comm
-from cp_gdn.exchange import Routes
-from cp_gdn.flow import Exchange, Flow
+from cp_gdn.a2a.routes import MAPS, OwnerDraft, OwnerRoutes, owner_routes
+from cp_gdn.backends.hopper_hops import chainwise
 from cp_gdn.fragments import Ints, ranges
-from cp_gdn.plan import Index
+from cp_gdn.page import Page
+
+OWNED = MAPS + 1
+"""Two more lists of `OwnerRoutes.rows`: rows of the message that are maps, in the order of kept maps."""
+TRAVELLING, KEPT = 0, 1
+"""Kinds of an owner's hops: on a message with the maps, and on one without them, in the mirror only."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class PackedRoutes(OwnerRoutes):
-    """Owner's routes whose hops read rows of the message: of every rank its heads, offsets and, if they travel, maps.
+    """Owner's routes whose hops read rows of the message: of every rank its heads, offsets and, if they travel,
+    maps."""
 
-    Attributes:
-        hops: where the maps travel. kept_hops: where the owner has them.
-        owned_rows: rows of the message that are maps, in the order of kept maps.
-    """
-
-    kept_hops: Hops
-    owned_rows: Index
+    @property
+    def owned_rows(self) -> Tensor:
+        """Rows of the message that are maps, in the order of kept maps."""
+        return self.list(OWNED + self.reverse)
 
 
-def packed_routes(owner: OwnerRoutes, *, keeps: bool) -> PackedRoutes:
-    """The same routes with hops on the message, not yet as `fold` takes them. ``keeps``: an owner may have maps."""
-    own = {name: getattr(owner, name) for name in _FIELDS}
-    offsets, maps = _message_rows(owner, maps=True)
-    own["hops"] = _on_rows(owner.hops, offsets, maps)
-    kept = NO_HOPS
-    if keeps:
-        kept = _on_rows(owner.hops, _message_rows(owner, maps=False)[0], np.arange(len(maps)))
-    return PackedRoutes(**own, kept_hops=kept, owned_rows=maps)
+def kernel_routes(draft: OwnerDraft, page: Page, heads: int) -> tuple[OwnerRoutes, OwnerRoutes]:
+    """Routes of a context on the kernels; an owner folds on the message where every rank owns as many of ``heads``."""
+    if heads % len(draft.num_rows):
+        return owner_routes(draft, page, chainwise)
+    rows, offsets, size = _message_rows(draft)
+    count, forward = draft.columns.shape[1], int(draft.columns[0].searchsorted(1))
+    columns = np.concatenate((draft.columns, draft.columns[:, forward:]), axis=1)
+    message = np.arange(0, 3 * size, size).repeat((forward, count - forward, count - forward))
+    columns[6] = rows[columns[6] + message]
+    columns[7, :count] = rows[columns[7, :count] + message[:count] + offsets]  # kept maps are in their order
+    columns[0, count:] += 2 * KEPT
+    lists = [*draft.lists, rows[offsets:size], rows[size + offsets : 2 * size]]
+    return owner_routes(replace(draft, columns=columns, lists=lists), page, chainwise, PackedRoutes)
 
 
-_FIELDS = tuple(field.name for field in fields(OwnerRoutes))
-
-
-def _message_rows(owner: OwnerRoutes, *, maps: bool) -> tuple[Ints, Ints]:
-    """Rows of the heads and offsets (in the order of the owner's offset rows), and of the maps of all ranks."""
-    heads, rows = np.array((owner.num_heads, owner.num_rows))
-    size = heads + rows * (1 + maps)
-    first = size.cumsum() - size
-    starts = np.concatenate((first, first + heads, first + heads + rows))
-    found, offsets = ranges(starts, np.concatenate((heads, rows, rows))), sum(owner.num_heads) + sum(owner.num_rows)
-    return found[:offsets], found[offsets:]
-
-
-def _on_rows(hops: Hops, offsets: Ints, maps: Ints) -> Hops:
-    table = hops.table.copy()
-    table[2] = offsets[table[2]]
-    if len(maps):  # where a chain starts the map row means nothing
-        table[3] = maps.take(table[3], mode="clip")
-    return Hops(table=table, steps=hops.steps)
+def _message_rows(draft: OwnerDraft) -> tuple[Ints, int, int]:
+    """Rows of an owner's three messages one after the other: forward, adjoint, and adjoint without the maps that a
+    forward has kept. Of each the heads of all ranks and their offsets, as the owner's offset rows count them, then the
+    maps. Also how many come before the maps, and how many the first two messages have each."""
+    counts = np.zeros((3, 3, len(draft.num_rows)), dtype=np.int64)
+    counts[:2, 0], counts[2, 0] = draft.num_heads, draft.num_heads[1]
+    counts[:, 1] = counts[:2, 2] = draft.num_rows
+    until = np.add.accumulate(counts, axis=1)
+    of_rank = until[:, 2]
+    first = np.add.accumulate(of_rank, axis=1) - of_rank
+    maps, size = int(np.add.reduce(draft.num_rows)), int(np.add.reduce(of_rank[0]))
+    return ranges((until - counts + first[:, None]).reshape(-1), counts.reshape(-1)), size - maps, size
 
 
 class PackedExchange(OwnerExchange):
@@ -88,24 +85,14 @@ class PackedExchange(OwnerExchange):
         message = self.pending.wait().view(-1, width, *matrix)
         states = message.new_empty((routes.num_states, width, *matrix))
         if flow.kept is None:
-            affine.run(routes.hops, states, message, message, adjoint=flow.adjoint)
+            hops = routes.hops.of(TRAVELLING, flow.adjoint)
+            affine.run(hops, states, message, message, adjoint=flow.adjoint)
             self.owned_maps = message[routes.owned_rows]
         else:
-            affine.run(routes.kept_hops, states, flow.kept, message, adjoint=flow.adjoint)
+            affine.run(routes.hops.of(KEPT, flow.adjoint), states, flow.kept, message, adjoint=flow.adjoint)
         del message  # a forward's memory is at its peak here
         mine, each = routes.num_replies[self.comm.rank], width * matrix.numel()
         home, sent = states[: sum(routes.num_replies)].view(-1), [n * each for n in routes.num_replies]
         answer = self.comm.all_to_all(f"{flow.purpose}_HOME", home, sent, [mine * each] * self.comm.size).wait()
         by_owner = answer.view(self.comm.size, mine, width, *matrix).transpose(0, 1)
         flow.states.unflatten(1, (self.comm.size, width))[routes.replies] = by_owner
-
-
-@dataclass(frozen=True, kw_only=True)
-class KernelRoutes(Routes):
-    """Routes of a kernel context."""
-
-    def exchange(self, comm: Comm, flow: Flow) -> Exchange:
-        owner = self.adjoint_owner if flow.adjoint else self.forward_owner
-        if isinstance(owner, PackedRoutes):
-            return PackedExchange(comm, owner, flow)
-        return super().exchange(comm, flow)

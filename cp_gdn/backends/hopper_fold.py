@@ -34,7 +34,7 @@ def fold(
         if x is not None and not (x.is_contiguous() and x.dtype == torch.float32):
             raise ValueError(f"{name}: got {x.dtype} with strides {x.stride()}, expected dense torch.float32")
     buffers = [0 if x is None else x.data_ptr() for x in (states, maps, offsets, dropped)]
-    tables = hops.hops.data_ptr(), hops.chains.data_ptr() + 4 * hops.first_chain
+    tables = hops.table.data_ptr(), hops.chains.data_ptr() + 4 * hops.first_chain
     params = _FOLD.pack(*buffers[:3], *tables, buffers[3], states.shape[1])
     with on_device(states.device.index):
         kernel = load_fold(adjoint=adjoint)

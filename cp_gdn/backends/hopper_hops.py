@@ -1,13 +1,14 @@
 """Hops as `fold` takes them: int32 tables, chain after chain."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from bisect import bisect_left
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from cp_gdn.chains import NO_HOPS, Hops
 from cp_gdn.fragments import Ints
+from cp_gdn.hops import HopLists, Hops, groups, run_starts
+from cp_gdn.page import Page, Table
 from cp_gdn.plan import NONE, Index
 
 
@@ -20,83 +21,58 @@ def packed(x: Any) -> Ints:
 _ODD = np.zeros(1, dtype=np.int32)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class KernelHops(Hops):
-    """Hops that `fold` takes in one launch; ``table`` is empty.
+    """Hops that `fold` takes in one launch.
 
     Attributes:
-        hops: packed [h, 4], dst, src, offset row, map row (-1 where a chain starts), chain after chain, of all lists
-            that were packed together.
-        chains: packed [c + 1], the first hop of each chain, then h; hops of different chains do not depend on each
-            other.
+        table: packed [h, 4], dst, src, offset row, map row (-1 where a chain starts), chain after chain, of all lists.
+        chains: packed [c + 1], the first hop of each chain, then h.
         first_chain, num_chains: those of this list.
     """
 
-    hops: Index
     chains: Index
     first_chain: int
     num_chains: int
 
 
-NO_KERNEL_HOPS = KernelHops(table=NO_HOPS.table, steps=(), hops=NONE, chains=NONE, first_chain=0, num_chains=0)
+@dataclass(frozen=True, kw_only=True, eq=False)
+class KernelHopLists(HopLists):
+    """Lists of hops in two tables, which all of them share: see `KernelHops`. `keys`: 2 * kind + reverse of every list,
+    `ends`: its first chain, then the number of chains."""
+
+    chains: Table
+    made: dict[int, KernelHops] = field(default_factory=dict, init=False, repr=False)
+
+    @property
+    def kinds(self) -> set[int]:
+        return set(self.keys)
+
+    def of(self, kind: int, reverse: bool = False) -> KernelHops:
+        """The hops of a kind and direction."""
+        found = self.made.get(2 * kind + reverse)
+        return self._make(2 * kind + reverse) if found is None else found
+
+    def _make(self, number: int) -> KernelHops:
+        i = bisect_left(self.keys, number)
+        first, end = self.ends[i : i + 2] if number in self.keys[i : i + 1] else (0, 0)
+        table, chains = self.table.data, self.chains.data
+        self.made[number] = KernelHops(table=table, steps=(), chains=chains, first_chain=first, num_chains=end - first)
+        return self.made[number]
 
 
-class PackedHops:
-    """Lists of hops in two tables, which all of them share.
-
-    Args:
-        groups: lists of hops, and what renumbers their states, or None.
-    """
-
-    def __init__(self, *groups: tuple[Sequence[Hops], Ints | None]) -> None:
-        lists = [hops for group, _ in groups for hops in group if hops.steps]
-        self._of: dict[int, KernelHops] = {}
-        if not lists:
-            return
-        sizes = np.array([hops.table.shape[1] for hops in lists])
-        table = np.concatenate([hops.table for hops in lists], axis=1)
-        counts, flags = zip(*[step for hops in lists for step in hops.steps], strict=True)
-        is_start = np.array(flags).repeat(counts)
-        chain = _chain_of_hop(table[:2], sizes, is_start, max(len(hops.steps) for hops in lists))
-        _renumber(table, groups)
-        table[3, is_start] = -1
-        order = chain.argsort(kind="stable")
-        of, fresh = chain[order], np.ones(len(chain) + 1, dtype=bool)
-        np.not_equal(of[1:], of[:-1], out=fresh[1:-1])
-        first = fresh.nonzero()[0]
-        edges = [0, *first.searchsorted(sizes.cumsum()).tolist()]
-        rows, chains = packed(table.take(order, axis=1).T), packed(first)
-        for hops, a, b in zip(lists, edges, edges[1:], strict=False):
-            self._of[id(hops)] = KernelHops(
-                table=NO_HOPS.table, steps=hops.steps, hops=rows, chains=chains, first_chain=a, num_chains=b - a
-            )
-
-    def __getitem__(self, hops: Hops) -> KernelHops:
-        return self._of.get(id(hops), NO_KERNEL_HOPS)
-
-
-def _renumber(table: Ints, groups: tuple[tuple[Sequence[Hops], Ints | None], ...]) -> None:
-    """States of each group's lists, which follow each other in ``table``, by its rows; in place."""
-    begin = 0
-    for lists, rows in groups:
-        end = begin + sum([hops.table.shape[1] for hops in lists if hops.steps])
-        if rows is not None and end > begin:
-            table[:2, begin:end] = rows[table[:2, begin:end]]
-        begin = end
-
-
-def _chain_of_hop(states: Ints, sizes: Ints, is_start: Ints, steps: int) -> Ints:
-    """A number per hop, equal where one hop reads what another one of its list wrote: the first of these hops.
-
-    Args:
-        states: [2, h], written and read. sizes: hops of each list. is_start: bool [h], nothing is read.
-        steps: most steps of a list.
-    """
-    written, read = states + np.arange(len(sizes)).repeat(sizes) * (int(states.max()) + 1)
-    order, last = written.argsort(kind="stable"), len(written) - 1
-    writer = order[np.minimum(written[order].searchsorted(read), last)]
-    is_read = (written[writer] == read) & ~is_start
-    chain: Ints = np.where(is_read, writer, np.arange(last + 1))
-    for _ in range(steps.bit_length()):  # to the writer of the writer's, twice as far every time
-        chain = chain[chain]
-    return chain
+def chainwise(columns: Ints, page: Page) -> KernelHopLists:
+    """Hops by kind, then chain, then step; see `hops` for the columns."""
+    if not columns.shape[1]:
+        return KernelHopLists(table=page.put(NONE), keys=[], ends=[0], chains=page.put(NONE))
+    kind, chain, step = columns[:3]
+    span = int(chain.max()) + 1
+    chain = kind * span + chain
+    # NOTE: one key, for whoever makes hops makes them nearly in order, which one stable sort sees.
+    order = (chain * (int(step.max()) + 1) + step).argsort(kind="stable")
+    chain, ordered = chain[order], columns[3:].take(order, axis=1)
+    first = run_starts(chain)
+    keys, ends = groups(chain[first] // span)
+    ordered[-1][ordered[0] == 0] = -1
+    table, chains = page.put(packed(ordered[1:].T)), page.put(packed(np.concatenate((first, (len(order),)))))
+    return KernelHopLists(table=table, keys=keys, ends=ends, chains=chains)

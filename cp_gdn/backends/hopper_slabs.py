@@ -13,7 +13,8 @@ import numpy as np
 
 from cp_gdn.backends.hopper_hops import packed
 from cp_gdn.fragments import Ints
-from cp_gdn.plan import Index
+from cp_gdn.hops import run_starts
+from cp_gdn.page import Page, Table
 
 SLAB_BYTES = 1 << 30
 BLOCKS = 132
@@ -50,9 +51,9 @@ class SlabTables:
     """
 
     slabs: tuple[Slab, ...]
-    pairs: Index
+    pairs: Table
     num_pairs: int
-    places: Index
+    places: Table
     num_places: int
 
     @property
@@ -60,13 +61,15 @@ class SlabTables:
         return self.slabs[-1].end_step if self.slabs else 0
 
 
-def slab_tables(items: Ints, heads: tuple[int, int]) -> SlabTables:
+def slab_tables(items: Ints, heads: tuple[int, int], page: Page) -> SlabTables:
     """Slabs of items [n, 4] and (H, HV) heads."""
     query_heads, pairs = heads[0], len(items) * heads[0]
     cuts = slab_cuts(items[:, 1].repeat(query_heads), heads[1] // query_heads)
     starts = np.arange(0, pairs, query_heads)
     if len(cuts) > 2:
-        starts = np.unique(np.concatenate((starts, cuts[:-1])))
+        starts = np.concatenate((starts, cuts[:-1]))
+        starts.sort()
+        starts = starts[run_starts(starts)]
     width = np.concatenate((starts[1:], (pairs,))) - starts
     item = starts // query_heads
     steps = items[item, 1] * width
@@ -77,9 +80,9 @@ def slab_tables(items: Ints, heads: tuple[int, int]) -> SlabTables:
     edges = zip(pairwise(cuts.tolist()), pairwise(of_slab.tolist()), strict=True)
     return SlabTables(
         slabs=tuple(Slab(first_pair=a, end_pair=b, first_step=c, end_step=d) for (a, b), (c, d) in edges),
-        pairs=packed(np.array((items[item, 0], width, starts % query_heads, ends - steps)).T),
+        pairs=page.put(packed(np.array((items[item, 0], width, starts % query_heads, ends - steps)).T)),
         num_pairs=len(starts),
-        places=packed(np.array((first, width.repeat(width))).T),
+        places=page.put(packed(np.array((first, width.repeat(width))).T)),
         num_places=pairs,
     )
 

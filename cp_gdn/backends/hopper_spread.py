@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cp_gdn.backends.hopper_mirror import mirror_index
-from cp_gdn.backends.hopper_tables import INDEPENDENT, KernelTables, rows_index
+from cp_gdn.backends.hopper_items import ADJOINT_SUMMARY
+from cp_gdn.backends.hopper_tables import KernelTables, rows_index
 from cp_gdn.backends.launch import Kernel, load
 
 SPREAD_THREADS = 256
@@ -42,8 +42,9 @@ def load_spread() -> Kernel:
 
 def spread(kernel: Kernel, tables: KernelTables, heads: tuple[int, int]) -> Spread:
     """The tables of a context of (H, HV) heads, whose uploaded ``tables`` are on torch's current device."""
-    mirror, slabs, (value_heads, group) = tables.mirror, tables.mirror.slabs, (heads[1], heads[1] // heads[0])
-    counts = (sum(tables.counts), sum(mirror.counts), slabs.num_places, slabs.num_pairs, slabs.num_steps)
+    slabs, value_heads, group = tables.slabs, heads[1], heads[1] // heads[0]
+    of_forward = sum(tables.counts[:ADJOINT_SUMMARY])
+    counts = (of_forward, sum(tables.counts) - of_forward, slabs.num_places, slabs.num_pairs, slabs.num_steps)
     found = _empty(
         {
             "items": (counts[0] * value_heads, 4),
@@ -52,14 +53,14 @@ def spread(kernel: Kernel, tables: KernelTables, heads: tuple[int, int]) -> Spre
             "ranks": (tables.num_chunks, 4),
             "places": (slabs.num_places * group, 2),
         },
-        tables.items.device,
+        tables.items.data.device,
     )
     longest = max(x.shape[0] for x in found.values())
     if longest:
-        entries = tables.rows[rows_index(INDEPENDENT, initial=False, final=False)]
-        exits = mirror.rows[mirror_index(replay=True, final=False, initial=False)]
-        walked = (tables.items, mirror.items, slabs.places, slabs.pairs, tables.partial)
-        read = (*walked, tables.chunks, tables.segments, entries, exits)
+        index = [rows_index(reverse=reverse, replay=True, given=False, wanted=False) for reverse in (False, True)]
+        entries, exits = (tables.rows.data[i] for i in index)
+        items, others = tables.items.data, (slabs.places, slabs.pairs, tables.partial, tables.chunks, tables.segments)
+        read = (items, items[2 * of_forward :], *(table.data for table in others), entries, exits)
         pointers = [x.data_ptr() for x in (*read, *found.values())]
         sizes = (*counts, tables.num_chunks, tables.num_partial, tables.num_segments, value_heads, group)
         kernel.launch((-(-longest // SPREAD_THREADS),), _PARAMS.pack(*pointers, *sizes))

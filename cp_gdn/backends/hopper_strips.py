@@ -44,7 +44,7 @@ def partial_chunks(counts: Ints) -> Ints:
     short = (counts <= ROWS * (KINDS - 1)).nonzero()[0]
     found = np.zeros((len(short) + 1, KINDS), dtype=np.int64)
     found[:-1, 0], found[-1, 0] = short, len(counts)
-    (counts[short, None] <= _BORDERS).cumsum(0, out=found[1:, 1:])
+    np.add.accumulate(counts[short, None] <= _BORDERS, axis=0, out=found[1:, 1:])
     return found
 
 

@@ -26,7 +26,8 @@ from cp_gdn.backends.torch_chunked import (
     steps,
     to_chunks,
 )
-from cp_gdn.plan import CHUNK, SegmentSet
+from cp_gdn.plan import CHUNK
+from cp_gdn.walks import Walk
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,9 +66,7 @@ def adjoint_prepare(tape: Tape, dout: Tensor, rows: Tensor, scale: float) -> Adj
     return AdjointTape(dout=do, to_values=to_values, to_state=((scale * tape.gam) * tape.q).mT @ do)
 
 
-def adjoint_summarize(
-    tape: Tape, adjoint: AdjointTape, walk: SegmentSet, start: Tensor, cutoff: float | None
-) -> Tensor:
+def adjoint_summarize(tape: Tape, adjoint: AdjointTape, walk: Walk, start: Tensor, cutoff: float | None) -> Tensor:
     """Bt of each segment of a reversed walk (its entry adjoint from ``start``, [n, HV, K, V])."""
     to_values, to_state = adjoint.to_values, adjoint.to_state
     if tape.bound is not None and cutoff is not None:
@@ -81,7 +80,7 @@ def adjoint_summarize(
 
 def _adjoint_walk(
     tape: Tape,
-    walk: SegmentSet,
+    walk: Walk,
     sources: tuple[Tensor, Tensor],
     start: Tensor,
     emit: list[tuple[Tensor, Tensor]] | None = None,
@@ -99,7 +98,7 @@ def _adjoint_walk(
     return state.view(-1, heads, *start.shape[2:])
 
 
-def adjoint_replay(tape: Tape, adjoint: AdjointTape, walk: SegmentSet, start: Tensor) -> tuple[Adjoints, Tensor]:
+def adjoint_replay(tape: Tape, adjoint: AdjointTape, walk: Walk, start: Tensor) -> tuple[Adjoints, Tensor]:
     """Reversed walk from known exit adjoints [n, HV, K, V]: the adjoints of every chunk and the entry adjoints."""
     emitted: list[tuple[Tensor, Tensor]] = []
     end = _adjoint_walk(tape, walk, (adjoint.to_values, adjoint.to_state), start, emitted)

@@ -12,8 +12,9 @@ from cp_gdn.backends import torch_kept as kept
 from cp_gdn.backends.torch_adjoint import Adjoints, AdjointTape, Gradients
 from cp_gdn.backends.torch_chunked import Inputs, States, Tape
 from cp_gdn.backends.torch_kept import Shapes
-from cp_gdn.plan import CHUNK, SegmentSet
-from cp_gdn.schedule import Replay, Schedule
+from cp_gdn.plan import CHUNK
+from cp_gdn.schedule import Schedule
+from cp_gdn.walks import DEPENDENT, INDEPENDENT, TRANSFER, Walk, Walks
 from cp_gdn.workspace import Untyped
 
 
@@ -24,14 +25,20 @@ class TorchBackend:
     schedule: Schedule
     cutoff: float | None
 
+    @property
+    def walks(self) -> Walks:
+        walks = self.schedule.walks
+        assert walks is not None
+        return walks
+
     def prepare(self, x: Inputs) -> Tape:
         return stages.prepare(x, self.schedule.rows, self.cutoff)
 
-    def summarize(self, tape: Tape, walk: SegmentSet, start: Tensor) -> Tensor:
+    def summarize(self, tape: Tape, walk: Walk, start: Tensor) -> Tensor:
         return stages.summarize(tape, walk, start, self.cutoff)
 
     def transfer(self, tape: Tape) -> Tensor:
-        return stages.transfer(tape, self.schedule.transfer, self.cutoff)
+        return stages.transfer(tape, self.walks.of(TRANSFER), self.cutoff)
 
     def buffers(self, phase: str, state: tuple[int, int, int], *, kept: bool) -> list[Untyped]:
         """What the op holds for this backend in a phase: name, shape (all in the dtype of states), lifetime.
@@ -39,7 +46,7 @@ class TorchBackend:
         Args:
             state: [HV, K, V] as stored. kept: whether the states of every chunk come from a tape.
         """
-        chunks, (value_heads, _, value_dim) = len(self.schedule.tokens.chunk_count), state
+        chunks, (value_heads, _, value_dim) = self.schedule.tokens.num_chunks, state
         states, rows = (chunks, *state), (chunks, value_heads, CHUNK, value_dim)
         if phase == "forward":
             return [("out", rows, ("replay", "replay"))]
@@ -50,22 +57,23 @@ class TorchBackend:
         return found
 
     def replay(
-        self, tape: Tape, x: Inputs, replay: Replay, start: Tensor, out: Tensor | None, into: States | None = None
+        self, tape: Tape, x: Inputs, walk: Walk, start: Tensor, out: Tensor | None, into: States | None = None
     ) -> Tensor:
         """O of a replay's chunks into ``out`` [N, HV, C, V], their states ``into``; returns the end states."""
-        chunks = replay.walk.chunks
-        states, end = stages.replay(tape, replay.walk, start)
+        chunks = walk.chunks
+        states, end = stages.replay(tape, walk, start)
         if into is not None:
             into.before[chunks], into.residual[chunks] = states.before, states.residual
         if out is not None:
-            out[chunks] = stages.outputs(tape, replay.walk, states, x.scale)
+            out[chunks] = stages.outputs(tape, walk, states, x.scale)
         return end
 
     def states(self, tape: Tape, x: Inputs, start: Tensor, into: States) -> None:
         """States of every chunk, in token order, run again from the entry states of all segments: the very walks of the
         forward, for a library may pick its algorithm by how many segments walk together."""
-        for part in (self.schedule.forward.independent, self.schedule.forward.dependent):
-            self.replay(tape, x, part, start[part.walk.segments], None, into)
+        for part in (INDEPENDENT, DEPENDENT):
+            walk = self.walks.of(part)
+            self.replay(tape, x, walk, start[walk.segments], None, into)
 
     def new_states(self, tape: Tape) -> States:
         """Memory for the states of every chunk, to be kept with the tape."""
@@ -74,7 +82,7 @@ class TorchBackend:
 
     def kept_shapes(self, heads: int, state: tuple[int, int, int], *, l2norm: bool) -> Shapes:
         """Shapes of the tensors of `kept_tensors`, by name."""
-        chunks = len(self.schedule.tokens.chunk_count)
+        chunks = self.schedule.tokens.num_chunks
         return kept.kept_shapes(chunks, heads, state, l2norm=l2norm, bound=self.cutoff is not None)
 
     def kept_tensors(self, tape: Tape, states: States) -> list[Tensor]:
@@ -90,13 +98,13 @@ class TorchBackend:
     def adjoint_prepare(self, tape: Tape, x: Inputs, dout: Tensor) -> AdjointTape:
         return adjoint_stages.adjoint_prepare(tape, dout, self.schedule.rows, x.scale)
 
-    def adjoint_summarize(self, tape: Tape, adjoint: AdjointTape, walk: SegmentSet, start: Tensor) -> Tensor:
+    def adjoint_summarize(self, tape: Tape, adjoint: AdjointTape, walk: Walk, start: Tensor) -> Tensor:
         return adjoint_stages.adjoint_summarize(tape, adjoint, walk, start, self.cutoff)
 
-    def adjoint_replay(self, tape: Tape, adjoint: AdjointTape, replay: Replay, start: Tensor, out: Adjoints) -> Tensor:
+    def adjoint_replay(self, tape: Tape, adjoint: AdjointTape, walk: Walk, start: Tensor, out: Adjoints) -> Tensor:
         """Adjoints of a replay's chunks into ``out``, in token order; returns the entry adjoints."""
-        found, end = adjoint_stages.adjoint_replay(tape, adjoint, replay.walk, start)
-        out.after[replay.walk.chunks], out.values[replay.walk.chunks] = found.after, found.values
+        found, end = adjoint_stages.adjoint_replay(tape, adjoint, walk, start)
+        out.after[walk.chunks], out.values[walk.chunks] = found.after, found.values
         return end
 
     def gradients(self, tape: Tape, adjoint: AdjointTape, states: States, adjoints: Adjoints, x: Inputs) -> Gradients:

@@ -18,8 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cp_gdn.backends.precision import state_dtype
-from cp_gdn.plan import CHUNK, SegmentSet
+from cp_gdn.plan import CHUNK
 from cp_gdn.reference import L2NORM_EPS, gate_floor
+from cp_gdn.walks import Walk
 
 PAD = 16
 """Head dims are padded with zeros to a multiple of this, so that every matrix starts at a 64-byte border: some BLAS
@@ -147,7 +148,7 @@ def _log_bound(g: Tensor, k: Tensor, beta: Tensor) -> Tensor:
     return (g + factor.log()).sum((2, 3))
 
 
-def outer_bound(bound: Tensor, walk: SegmentSet) -> tuple[Tensor, Tensor]:
+def outer_bound(bound: Tensor, walk: Walk) -> tuple[Tensor, Tensor]:
     """Per chunk of a walk the log bound of what follows it in its segment, [m, HV], and of the whole segment, [n,
     HV]."""
     total = bound.new_zeros(len(walk.segments), bound.shape[1])
@@ -159,14 +160,14 @@ def outer_bound(bound: Tensor, walk: SegmentSet) -> tuple[Tensor, Tensor]:
     return torch.cat(after[::-1]) if after else bound[walk.chunks], total
 
 
-def steps(walk: SegmentSet, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def steps(walk: Walk, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """A walk's chunks of [N, HV, ...] tensors, one step after the other, flattened to batches of matrices."""
     heads = tensors[0].shape[1]
     sizes = [a * heads for a in walk.active]
     return zip(*(t[walk.chunks].flatten(0, 1).split(sizes) for t in tensors), strict=True)
 
 
-def summarize(tape: Tape, walk: SegmentSet, start: Tensor, cutoff: float | None) -> Tensor:
+def summarize(tape: Tape, walk: Walk, start: Tensor, cutoff: float | None) -> Tensor:
     """B of each segment of a walk (its end state from ``start``, [n, HV, K, V]); chunks that cannot reach its end are
     left out."""
     u = tape.u
@@ -177,7 +178,7 @@ def summarize(tape: Tape, walk: SegmentSet, start: Tensor, cutoff: float | None)
     return _walk(tape, walk, u, start)
 
 
-def transfer(tape: Tape, walk: SegmentSet, cutoff: float | None) -> Tensor:
+def transfer(tape: Tape, walk: Walk, cutoff: float | None) -> Tensor:
     """M of each segment of a walk, [n, HV, K, K]: the same recurrence from the identity with v = 0; zero below the
     cutoff."""
     size = tape.k.shape[-1]
@@ -198,7 +199,7 @@ class States:
 
 
 def _walk(
-    tape: Tape, walk: SegmentSet, u: Tensor | None, start: Tensor, emit: list[tuple[Tensor, Tensor]] | None = None
+    tape: Tape, walk: Walk, u: Tensor | None, start: Tensor, emit: list[tuple[Tensor, Tensor]] | None = None
 ) -> Tensor:
     """S' = gam_C S + (e b K)^T (u - w S), chunk by chunk; returns the end states."""
     heads = tape.k.shape[1]
@@ -214,7 +215,7 @@ def _walk(
     return state.view(-1, heads, *start.shape[2:])
 
 
-def replay(tape: Tape, walk: SegmentSet, start: Tensor) -> tuple[States, Tensor]:
+def replay(tape: Tape, walk: Walk, start: Tensor) -> tuple[States, Tensor]:
     """Walk from known entry states [n, HV, K, V]: the states of every chunk and the end states."""
     emitted: list[tuple[Tensor, Tensor]] = []
     end = _walk(tape, walk, tape.u, start, emitted)
@@ -236,7 +237,7 @@ def attention(tape: Tape, chunks: Tensor, scale: float) -> Tensor:
     return (scale * (tape.q[chunks] @ tape.k[chunks].mT)).mul_(tape.decay[chunks])
 
 
-def outputs(tape: Tape, walk: SegmentSet, states: States, scale: float) -> Tensor:
+def outputs(tape: Tape, walk: Walk, states: States, scale: float) -> Tensor:
     """O of a walk's chunks, [m, HV, C, V]."""
     chunks = walk.chunks
     queries = (scale * tape.gam[chunks]) * tape.q[chunks]

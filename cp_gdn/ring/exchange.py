@@ -9,14 +9,15 @@ from torch import Tensor
 from cp_gdn import affine
 from cp_gdn.comm import Batch, Comm, Pending
 from cp_gdn.flow import Flow
-from cp_gdn.ring.routes import IDLE, Parcel, RingStep
+from cp_gdn.hops import HopLists
+from cp_gdn.ring.routes import IDLE, Parcel, RingRoutes
 
 
 class RingExchange:
     """One exchange in flight. `start` posts the first messages and returns; `wait` finishes the walk."""
 
-    def __init__(self, comm: Comm, steps: tuple[RingStep, ...], flow: Flow) -> None:
-        self.comm, self.steps, self.flow = comm, steps, flow
+    def __init__(self, comm: Comm, routes: RingRoutes, hops: HopLists, flow: Flow) -> None:
+        self.comm, self.routes, self.hops, self.flow = comm, routes, hops, flow
         self.walk = self._walk()
 
     def start(self) -> None:
@@ -29,12 +30,15 @@ class RingExchange:
             pass
 
     def _walk(self) -> Iterator[None]:
-        sent = []
-        for step, following in pairwise((*self.steps, IDLE)):
+        sent, flow = [], self.flow
+        steps = self.routes.adjoint if flow.adjoint else self.routes.forward
+        for step, following in pairwise((*steps, IDLE)):
             receives = following.receives
             if step.is_idle and not receives:
                 continue
-            affine.run(step.hops, self.flow.states, self.flow.maps, self.flow.offsets, adjoint=self.flow.adjoint)
+            if step.kind is not None:
+                hops = self.hops.of(step.kind, flow.adjoint)
+                affine.run(hops, flow.states, flow.maps, flow.offsets, adjoint=flow.adjoint)
             if not step.sends and not receives:
                 continue
             pending = self._post(step.sends, receives)
@@ -43,7 +47,7 @@ class RingExchange:
                 continue
             yield
             for parcel, states in zip(receives, pending.wait(), strict=True):
-                self.flow.states[parcel.states] = states
+                flow.states[self._states(parcel)] = states
         for pending in sent:
             pending.wait()
 
@@ -53,9 +57,13 @@ class RingExchange:
         return self.comm.post(
             Batch(
                 purpose=self.flow.purpose,
-                sends=tuple((p.peer, states[p.states].contiguous()) for p in sends),
+                sends=tuple((p.peer, states[self._states(p)].contiguous()) for p in sends),
                 recvs=tuple((p.peer, torch.Size((p.count, *row))) for p in receives),
                 dtype=states.dtype,
                 device=states.device,
             )
         )
+
+    def _states(self, parcel: Parcel) -> Tensor:
+        states: Tensor = self.routes.states[parcel.index][0]
+        return states

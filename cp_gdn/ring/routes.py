@@ -4,60 +4,80 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cp_gdn.chains import NO_HOPS, Chains, Hops, Rows, groups
+from cp_gdn.chains import LEVEL, Rows
+from cp_gdn.fragments import Ints
+from cp_gdn.hops import HopLists, groups
 from cp_gdn.layout import Partition
-from cp_gdn.plan import Index, Plan
+from cp_gdn.page import Lists, Page, Table
+from cp_gdn.plan import Plan
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Parcel:
-    """States that travel together between this rank and ``peer``, in an order that both sides derive from the plan."""
+    """States that travel together between this rank and ``peer``, in an order that both sides derive from the plan:
+    list ``index`` of `RingRoutes.states`, ``count`` of them."""
 
     peer: int
-    states: Index
+    index: int
     count: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RingStep:
-    """What is received (posted as one batch with the sends of the step before), the hops it allows, what is sent
-    then."""
+    """What is received (posted as one batch with the sends of the step before), the kind of hops it allows (None: no
+    hops), what is sent then."""
 
     receives: tuple[Parcel, ...]
-    hops: Hops
+    kind: int | None
     sends: tuple[Parcel, ...]
 
     @property
     def is_idle(self) -> bool:
-        return not (self.receives or self.sends or self.hops.steps)
+        return not (self.receives or self.sends) and self.kind is None
 
 
-IDLE = RingStep(receives=(), hops=NO_HOPS, sends=())
+IDLE = RingStep(receives=(), kind=None, sends=())
 
 
-def build_steps(part: Partition, plan: Plan, chains: Chains) -> tuple[tuple[RingStep, ...], tuple[RingStep, ...]]:
-    """Forward and mirrored, one step per level from 0 to the last in which this rank takes part: level t follows t hops
-    between ranks."""
-    parcels = _parcels(part, plan, chains.rows)
-    forward, mirror = (_steps(parcels[i], parcels[2 + i], chains.levels(i > 0)) for i in (0, 1))
-    return forward, mirror
+@dataclass(frozen=True, kw_only=True)
+class RingRoutes:
+    """A rank's part in the ring: steps of both directions, and the states that travel, [1, ..] in lists."""
+
+    forward: tuple[RingStep, ...]
+    adjoint: tuple[RingStep, ...]
+    states: Lists
+
+
+NO_RING = RingRoutes(forward=(), adjoint=(), states=Lists(table=Table(np.zeros((1, 0), dtype=np.int64)), cuts=(0,)))
+
+
+def build_ring(part: Partition, plan: Plan, rows: Rows, hops: HopLists, page: Page) -> RingRoutes:
+    """One step per level from 0 to the last in which this rank takes part: level t follows t hops between ranks."""
+    parcels, states, cuts = _parcels(part, plan, rows)
+    levels: tuple[set[int], set[int]] = (set(), set())
+    for kind in hops.kinds:
+        if kind >= 2 * LEVEL:
+            levels[kind % 2].add(kind // 2 - LEVEL)
+    forward, adjoint = (_steps(parcels[i], parcels[2 + i], levels[i]) for i in (0, 1))
+    return RingRoutes(forward=forward, adjoint=adjoint, states=Lists(table=page.put(states), cuts=tuple(cuts)))
 
 
 Parcels = dict[int, tuple[Parcel, ...]]
 """Parcels by level."""
 
 
-def _steps(receives: Parcels, sends: Parcels, hops: dict[int, Hops]) -> tuple[RingStep, ...]:
-    levels = {*receives, *sends, *hops}
+def _steps(receives: Parcels, sends: Parcels, hops: set[int]) -> tuple[RingStep, ...]:
+    levels = hops.union(receives, sends)
     steps = [IDLE] * (max(levels, default=-1) + 1)
     for t in levels:
-        steps[t] = RingStep(receives=receives.get(t, ()), hops=hops.get(t, NO_HOPS), sends=sends.get(t, ()))
+        kind = LEVEL + t if t in hops else None
+        steps[t] = RingStep(receives=receives.get(t, ()), kind=kind, sends=sends.get(t, ()))
     return tuple(steps)
 
 
-def _parcels(part: Partition, plan: Plan, rows: Rows) -> tuple[Parcels, ...]:
+def _parcels(part: Partition, plan: Plan, rows: Rows) -> tuple[tuple[Parcels, ...], Ints, list[int]]:
     """What is received forward and mirrored, then what is sent: one parcel per level and peer, ordered by document, of
-    which there is one state per level and pair of ranks."""
+    which there is one state per level and pair of ranks; the states [1, ..] and where each parcel begins."""
     places, num_slots, num_docs, world = plan.places, len(rows.map_of_slot), part.num_docs, part.world_size
     before, after, level = (x.reshape(-1) for x in (places.before, places.after, places.level))
     enters, leaves = (((peer >= 0) & (peer != plan.rank)).nonzero()[0] for peer in (before, after))
@@ -66,14 +86,14 @@ def _parcels(part: Partition, plan: Plan, rows: Rows) -> tuple[Parcels, ...]:
     kind = mirror * 1
     kind[len(enters) :] += 2
     peers = np.concatenate((before[enters], after[leaves]))
-    states = np.concatenate((rows.first[enters], rows.exit_state[leaves]))
+    states = np.concatenate((rows.entry_state(enters), rows.exit_state[leaves]))
     key = (level[slots] * 4 + kind) * world + peers
     order = (key * num_docs + plan.fragments.doc[slots - num_slots * mirror]).argsort(kind="stable")
-    states = states[order]
     found, cuts = groups(key[order])
     parcels: tuple[Parcels, ...] = ({}, {}, {}, {})
-    for pair, a, b in zip(found, cuts, cuts[1:], strict=False):
+    for index, pair in enumerate(found):
         of_level, peer = divmod(pair, world)
         t, i = divmod(of_level, 4)
-        parcels[i][t] = (*parcels[i].get(t, ()), Parcel(peer=peer, states=states[a:b], count=b - a))
-    return parcels
+        parcel = Parcel(peer=peer, index=index, count=cuts[index + 1] - cuts[index])
+        parcels[i][t] = (*parcels[i].get(t, ()), parcel)
+    return parcels, states[order][None], cuts

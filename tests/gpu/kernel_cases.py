@@ -14,7 +14,7 @@ import cp_gdn
 from cp_gdn.backends import hopper_prepare
 from cp_gdn.backends.hopper_grad import KernelGradients, grad, load_grad
 from cp_gdn.backends.hopper_hops import packed
-from cp_gdn.backends.hopper_items import lone_items, longest_first, run_items
+from cp_gdn.backends.hopper_items import items_of, run_items
 from cp_gdn.backends.hopper_prepare import Prepared, prepared_parts
 from cp_gdn.backends.hopper_slabs import slab_tables
 from cp_gdn.backends.hopper_strips import Chunks, partial_chunks, strips_of
@@ -30,6 +30,7 @@ from cp_gdn.backends.hopper_walk import (
     slab_bytes,
     summarize,
 )
+from cp_gdn.page import Page
 from tests.gpu.tile_emulator import head_errors
 from tests.spread import items_of_heads, places_of_heads, ranks_of, steps_of, table
 
@@ -82,10 +83,12 @@ class Work:
         starts = np.cumsum([0, *lengths]).tolist()
         rows = [(a + c, min(64, n - c)) for a, n in zip(starts, lengths, strict=False) for c in range(0, n, 64)]
         num_chunks = np.array([-(-n // 64) for n in lengths])
-        segments = SimpleNamespace(num_chunks=num_chunks, first_chunk=num_chunks.cumsum() - num_chunks)
-        ids = np.arange(len(lengths))
-        found = run_items(segments, ids) if shared else longest_first(lone_items(segments, ids, 1))
-        slabs, counts = slab_tables(found, heads), [n for _, n in rows]
+        first, ids = num_chunks.cumsum() - num_chunks, np.arange(len(lengths))
+        order = (-num_chunks).argsort(kind="stable")
+        segments = SimpleNamespace(num_chunks=num_chunks, first_chunk=first, longest_first=order)
+        runs = run_items(segments) if shared else np.array((order, num_chunks[order], 0 * order + 1))
+        found = items_of(segments, runs)
+        slabs, counts = slab_tables(found, heads, Page()), [n for _, n in rows]
         assert len(slabs.slabs) == 1
         kinds = strips_of(partial_chunks(np.array(counts)))
         return cls(

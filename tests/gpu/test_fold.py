@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from cp_gdn.affine import run
-from cp_gdn.backends.hopper_hops import KernelHops, PackedHops
-from cp_gdn.chains import Hops
-from cp_gdn.tables import upload
+from cp_gdn.backends.hopper_hops import KernelHops, chainwise
+from cp_gdn.page import Page
 
 pytestmark = [
     pytest.mark.gpu,
@@ -23,16 +22,19 @@ HEADS, LENGTH, CHAINS = 6, 22, 3
 BUDGET = 1e-5
 
 
-def chains_of_hops() -> Hops:
-    """Three chains of 22 hops, the second from a state that is there, side by side; maps 5 and 30 are zero (below)."""
+def chains_of_hops() -> np.ndarray:
+    """Columns of `cp_gdn.hops`: three chains of 22 hops, the second from a state that is there, step after step; maps 5
+    and 30 are zero (below)."""
     index = np.arange(LENGTH * CHAINS)
     step, chain = np.divmod(index, CHAINS)
-    dst = chain * (LENGTH + 1) + step + 1
-    table = np.array((dst, dst - 1, index, index))
-    starts = (step == 0) & (chain != 1)
-    order = np.lexsort((~starts, step))
-    steps = ((CHAINS - 1, True), (1, False), *(((CHAINS, False),) * (LENGTH - 1)))
-    return Hops(table=table[:, order], steps=steps)
+    dst, later = chain * (LENGTH + 1) + step + 1, (step > 0) | (chain == 1)
+    return np.array((np.zeros_like(index), chain, step, later, dst, dst - 1, index, index))
+
+
+def columns_of(hops: list[tuple[int, int, int, int]]) -> np.ndarray:
+    """Of (dst, src, offset row, map row), each a chain of its own."""
+    chain, zero = np.arange(len(hops)), np.zeros(len(hops), dtype=np.int64)
+    return np.array((zero, chain, zero, zero + 1, *np.array(hops).T))
 
 
 def case(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -49,16 +51,19 @@ def case(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     return normal((LENGTH + 1) * CHAINS), maps, normal(rows)
 
 
-def on_gpu(hops: Hops) -> KernelHops:
-    return upload(PackedHops(([hops], None))[hops], torch.device("cuda"))
+def on_gpu(columns: np.ndarray) -> KernelHops:
+    page = Page()
+    hops = chainwise(columns, page)
+    page.upload(torch.device("cuda"))
+    return hops.of(0)
 
 
-def in_torch(hops: Hops, states: Tensor, maps: Tensor, offsets: Tensor | None, *, adjoint: bool) -> Tensor:
+def in_torch(columns: np.ndarray, states: Tensor, maps: Tensor, offsets: Tensor | None, *, adjoint: bool) -> Tensor:
     """The same hops, one after the other, by `torch.matmul` in the dtype of the tensors."""
-    states, starts = states.clone(), [s for count, s in hops.steps for _ in range(count)]
-    for (dst, src, offset, row), start in zip(hops.table.T.tolist(), starts, strict=True):
+    states = states.clone()
+    for later, dst, src, offset, row in columns[3:].T.tolist():
         m = maps[row].mT if adjoint else maps[row]
-        product = torch.zeros_like(states[dst]) if start else m @ states[src]
+        product = m @ states[src] if later else torch.zeros_like(states[dst])
         states[dst] = product if offsets is None else product + offsets[offset]
     return states
 
@@ -90,10 +95,10 @@ def test_flags_of_zero_maps_change_no_bit_and_are_composed() -> None:
     run(on_gpu(hops), known, maps, offsets, dropped=flags)
     run(on_gpu(hops), looked, maps, offsets)
     assert torch.equal(known, looked)
-    pairs = np.array([(66, 4, 5, 5), (67, 29, 30, 30), (68, 1, 2, 2)]).T
+    pairs = columns_of([(66, 4, 5, 5), (67, 29, 30, 30), (68, 1, 2, 2)])
     buffer = torch.cat([maps, maps.new_full((3, HEADS, 128, 128), float("nan"))])
     flags = torch.cat([flags, flags.new_full((3, HEADS), 7)])
-    run(on_gpu(Hops(table=pairs, steps=((3, False),))), buffer, buffer, None, dropped=flags)
+    run(on_gpu(pairs), buffer, buffer, None, dropped=flags)
     assert torch.equal(flags[66:], (buffer[66:].flatten(2).abs().amax(2) == 0).int())
     assert flags[66].all()
     assert flags[67].sum() == 1
@@ -107,9 +112,8 @@ def test_one_launch_has_the_bits_of_hop_by_hop_launches_of_single_heads(adjoint:
     run(on_gpu(hops), whole, maps, offsets, adjoint=adjoint)
     for head in (0, HEADS - 1):
         own, m, b = (x[:, head : head + 1].contiguous() for x in (states, maps, offsets))
-        starts = [s for count, s in hops.steps for _ in range(count)]
-        for i, start in enumerate(starts):
-            run(on_gpu(Hops(table=hops.table[:, i : i + 1], steps=((1, start),))), own, m, b, adjoint=adjoint)
+        for i in range(hops.shape[1]):
+            run(on_gpu(hops[:, i : i + 1]), own, m, b, adjoint=adjoint)
         assert torch.equal(own[:, 0], whole[:, head])
 
 
@@ -117,9 +121,8 @@ def test_maps_are_composed_in_place() -> None:
     _, maps, _ = case(2)
     count = 9
     maps = torch.cat([maps[7 : 7 + count], maps.new_full((1, HEADS, 128, 128), float("nan"))])
-    src = np.array([0, *[count] * (count - 2)])
-    table = np.array((np.full(count - 1, count), src, np.arange(1, count), np.arange(1, count)))
-    hops = Hops(table=table, steps=((1, False),) * (count - 1))
+    hops = columns_of([(count, count if i > 1 else 0, i, i) for i in range(1, count)])
+    hops[1:3] = np.array((np.zeros(count - 1), np.arange(count - 1)))  # one chain, step after step
     want = maps[0].double()
     for m in maps[1:count].double():
         want = m @ want

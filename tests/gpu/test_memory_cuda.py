@@ -42,6 +42,7 @@ def requested() -> int:
 
 def during(call: Callable[[], Any]) -> tuple[Any, int, int]:
     """What a call gives, the bytes that are left after it, and the most that were there while it ran."""
+    gc.collect()
     before = requested()
     torch.cuda.reset_peak_memory_stats()
     found = call()
