@@ -160,6 +160,14 @@ def unset(*shape: int) -> Ints:
     return values
 
 
+def differs(keys: Ints) -> Ints:
+    """Whether each of sorted ``keys`` differs from the one before it, bool; the first does."""
+    fresh = np.empty(len(keys), dtype=bool)
+    fresh[:1] = True
+    np.not_equal(keys[1:], keys[:-1], out=fresh[1:])
+    return fresh
+
+
 def runs(counts: Ints) -> tuple[Ints, Ints]:
     """Owner and position inside the owner of every item, when owner i has counts[i] items."""
     ends = np.add.accumulate(counts)

@@ -17,7 +17,7 @@ from functools import cache, cached_property
 import numpy as np
 import torch
 
-from cp_gdn.fragments import Ints
+from cp_gdn.fragments import Ints, differs
 from cp_gdn.layout import Partition
 from cp_gdn.page import Lists, Page, Table
 
@@ -150,30 +150,28 @@ def _messages(
     far = (owner >= 0) & (owner != rank)
     # The token `step` inside an end is needed by the token `tap` away from it, which is beyond that end.
     sent = far.take(tap - step - 1, axis=2) & (step < borders.length[:, None])
-    received, sent = far.nonzero(), sent.nonzero()
+    wanted, sent = far.nonzero(), sent.nonzero()
     outward, needing = (2 * sent[0] - 1) * step[sent[2]], owner[sent[0], sent[1], (tap - step - 1)[sent[2]]]
-    peers = np.concatenate((received[0] * world + owner[received], (3 - sent[0]) * world + needing))
-    tokens = np.concatenate((beyond[received], borders.token[sent[:2]] - outward))
+    # Kinds of rows: 0 and 1 are received by the forward and by the adjoint, 2 and 3 are sent by them.
+    peers = np.concatenate((wanted[0] * world + owner[wanted], (3 - sent[0]) * world + needing))
+    tokens = np.concatenate((beyond[wanted], borders.token[sent[:2]] - outward))
     first, place = _distinct(peers * (part.num_tokens + 1) + tokens)
     counts = np.bincount(peers[first], minlength=4 * world).reshape(4, world)
-    halo, num_far = np.add.reduce(counts, axis=1)[:2], len(received[0])
+    received, num_wanted = np.add.reduce(counts, axis=1)[:2], len(wanted[0])
     source = np.empty_like(owner)
-    source[:] = borders.num_tokens + halo[:, None, None]
-    source[received] = borders.num_tokens + place[:num_far] - halo[0] * received[0]
+    source[:] = borders.num_tokens + received[:, None, None]  # the zero row
+    source[wanted] = borders.num_tokens + place[:num_wanted] - received[0] * wanted[0]
     near = (owner == rank).nonzero()
     if len(near[0]):
         source[near] = _local_rows(borders, beyond[near])
     rows = borders.row[sent[:2]] - outward
-    return source, rows[first[int(halo[0] + halo[1]) :] - num_far], counts.tolist()
+    return source, rows[first[int(received[0] + received[1]) :] - num_wanted], counts.tolist()
 
 
 def _distinct(keys: Ints) -> tuple[Ints, Ints]:
-    """Distinct keys, ascending: index of the first of each, and the place of every given one among them."""
+    """Distinct keys, ascending: index of one of each, and the place of every given one among them."""
     order = keys.argsort()
-    keys = keys[order]
-    fresh = np.empty(len(keys), dtype=bool)
-    fresh[:1] = True
-    np.not_equal(keys[1:], keys[:-1], out=fresh[1:])
+    fresh = differs(keys[order])
     place = np.empty_like(order)
     place[order] = np.add.accumulate(fresh, dtype=np.int64) - 1
     return order[fresh], place

@@ -10,9 +10,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from itertools import pairwise
 
-import numpy as np
-
-from cp_gdn.fragments import Ints
+from cp_gdn.fragments import Ints, differs
 from cp_gdn.page import Page, Table
 from cp_gdn.plan import Index
 
@@ -78,7 +76,5 @@ def groups(keys: Ints) -> tuple[list[int], list[int]]:
 
 def run_starts(keys: Ints) -> Ints:
     """Where runs of equal neighbours begin."""
-    fresh = np.empty(len(keys), dtype=bool)
-    fresh[:1] = True
-    np.not_equal(keys[1:], keys[:-1], out=fresh[1:])
-    return fresh.nonzero()[0]
+    starts: Ints = differs(keys).nonzero()[0]
+    return starts
