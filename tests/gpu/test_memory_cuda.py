@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -33,20 +34,26 @@ EARLY = ("offsets", "dropped")
 """Buffers that a backward has let go of when it takes its slab."""
 
 
+def settled() -> None:
+    """Wait for the device, and let autograd's thread have the interpreter, without which it cannot free a gradient that
+    it held last."""
+    torch.cuda.synchronize()
+    time.sleep(0.01)
+
+
 def requested() -> int:
     """Bytes of all live tensors, as they were asked for."""
     gc.collect()
-    torch.cuda.synchronize()
+    settled()
     return int(torch.cuda.memory_stats()["requested_bytes.all.current"])
 
 
 def during(call: Callable[[], Any]) -> tuple[Any, int, int]:
     """What a call gives, the bytes that are left after it, and the most that were there while it ran."""
-    gc.collect()
     before = requested()
     torch.cuda.reset_peak_memory_stats()
     found = call()
-    torch.cuda.synchronize()
+    settled()
     stats = torch.cuda.memory_stats()
     return found, stats["requested_bytes.all.current"] - before, stats["requested_bytes.all.peak"] - before
 
