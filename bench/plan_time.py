@@ -1,7 +1,7 @@
 """Time what a rank does on the host before the first step on a new pack: partition, segments, plan and tables.
 
     python bench/plan_time.py [--world 4,16] [--heads 2,6 --heads 16,48] [--documents 1,4,12,24] [--repeats 50]
-                              [--layout zigzag ...] [--device cpu] [--conv 4] [--scale] [--tables torch,kernels]
+                              [--layout zigzag --layout ..] [--device cpu] [--conv 4] [--scale] [--tables torch,kernels]
                               [--clock cpu] [--steady] [--json] [--out FILE.json]
     python bench/plan_time.py --cuda ...
 

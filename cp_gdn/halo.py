@@ -67,7 +67,6 @@ class HaloSide:
 class Halo:
     """Both directions of one rank's halo. `crosses` (the same on every rank): all take part, otherwise nobody sends."""
 
-    width: int
     crosses: bool
     forward: HaloSide
     adjoint: HaloSide
@@ -102,7 +101,7 @@ def build_halo(part: Partition, rank: int, width: int, page: Page) -> Halo:
         )
         for i in (0, 1)
     )
-    return Halo(width=width, crosses=width > 1 and part.crosses, forward=forward, adjoint=adjoint)
+    return Halo(crosses=width > 1 and part.crosses, forward=forward, adjoint=adjoint)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -16,6 +16,8 @@ from cp_gdn.plan import Index, Plan, active_counts
 SUMMARY, INDEPENDENT, DEPENDENT, TRANSFER = range(4)
 """Walks: for B (Bt in the mirror); from known states, of what needs no message, and of the rest; for M, forward only.
 Walk w of a direction is list 2 * w + reverse."""
+_EVERY = np.arange(2 * TRANSFER + 2)
+"""Every list, and their number."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -77,10 +79,6 @@ def build_walks(plan: Plan, rows: Rows, page: Page) -> Walks:
             table=page.put(np.array((at - starts[of_end], row[at]))), cuts=tuple(of_end.searchsorted(_EVERY).tolist())
         ),
     )
-
-
-_EVERY = np.arange(2 * TRANSFER + 2)
-"""Every walk, and their number."""
 
 
 def _chunks(plan: Plan, chosen: Ints) -> tuple[Ints, list[int]]:

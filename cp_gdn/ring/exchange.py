@@ -65,5 +65,6 @@ class RingExchange:
         )
 
     def _states(self, parcel: Parcel) -> Tensor:
+        assert self.routes.states is not None
         states: Tensor = self.routes.states[parcel.index][0]
         return states

@@ -8,7 +8,7 @@ from cp_gdn.chains import LEVEL, Rows
 from cp_gdn.fragments import Ints
 from cp_gdn.hops import HopLists, groups
 from cp_gdn.layout import Partition
-from cp_gdn.page import Lists, Page, Table
+from cp_gdn.page import Lists, Page
 from cp_gdn.plan import Plan
 
 
@@ -41,14 +41,15 @@ IDLE = RingStep(receives=(), kind=None, sends=())
 
 @dataclass(frozen=True, kw_only=True)
 class RingRoutes:
-    """A rank's part in the ring: steps of both directions, and the states that travel, [1, ..] in lists."""
+    """A rank's part in the ring: steps of both directions, and the states that travel, [1, ..] in lists; None where
+    there are no steps."""
 
     forward: tuple[RingStep, ...]
     adjoint: tuple[RingStep, ...]
-    states: Lists
+    states: Lists | None
 
 
-NO_RING = RingRoutes(forward=(), adjoint=(), states=Lists(table=Table(np.zeros((1, 0), dtype=np.int64)), cuts=(0,)))
+NO_RING = RingRoutes(forward=(), adjoint=(), states=None)
 
 
 def build_ring(part: Partition, plan: Plan, rows: Rows, hops: HopLists, page: Page) -> RingRoutes:
